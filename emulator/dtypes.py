@@ -1,0 +1,79 @@
+"""NKI data types on NumPy: names, storage, and the conversions of the engines.
+
+A dtype is a plain string, as in NKI 0.3 to 0.7 (``nl.float32 == "float32"``). There is no float64 and no
+int64 on the device. Engines compute in fp32 and convert once, at the store: round to nearest even between
+floats; round to nearest even and saturate from float to integer (NKI 0.6 release notes).
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from .errors import NKIError
+
+FLOATS = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+INTEGERS = {name: np.dtype(name) for name in ("int8", "int16", "int32", "uint8", "uint16", "uint32")}
+# nl.bool_ is stored as one byte, 0 or 1.
+NUMPY = {**FLOATS, **INTEGERS, "bool": np.dtype(np.uint8)}
+_LEGACY = {"float8e4": "float8_e4m3", "float8e5": "float8_e5m2", "bool_": "bool"}
+
+# What fresh memory holds, so that a read before the first write shows: NaN, or 4 as in AWS's simulator.
+POISON_INTEGER = 4
+
+
+def name_of(dtype) -> str:
+    """The NKI name of a dtype given as a name, a NumPy dtype or a NumPy scalar type."""
+    if isinstance(dtype, str) and dtype in NUMPY:
+        return dtype
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    name = _LEGACY.get(name, name)
+    if name not in NUMPY:
+        raise NKIError("dtype", f"dtype {name!r} is not one the device has here: {', '.join(NUMPY)}")
+    return name
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return NUMPY[dtype].itemsize
+
+
+def is_float(dtype: str) -> bool:
+    return dtype in FLOATS
+
+
+def is_integer(dtype: str) -> bool:
+    return dtype in INTEGERS
+
+
+def poison(array: np.ndarray) -> None:
+    """Fill fresh memory with values that show up when they are read: NaN or 4."""
+    array.fill(np.nan if array.dtype in FLOATS.values() else POISON_INTEGER)
+
+
+def to_float32(array: np.ndarray) -> np.ndarray:
+    """What an engine reads: every input is converted to fp32 first."""
+    return array if array.dtype == np.float32 else array.astype(np.float32)
+
+
+def store(dst: np.ndarray, values: np.ndarray) -> None:
+    """Convert once and write ``values`` into the view ``dst``.
+
+    Float to integer rounds to nearest even and saturates; NaN becomes 0 (the hardware's choice is not
+    documented). Integer to integer saturates.
+    """
+    if dst.dtype == values.dtype or dst.dtype.kind not in "iu":
+        # A value beyond the range of a small float becomes inf (or NaN) silently, as on the device.
+        with np.errstate(over="ignore", invalid="ignore"):
+            dst[...] = values
+        return
+    info = np.iinfo(dst.dtype)
+    if values.dtype.kind not in "iu":
+        values = np.nan_to_num(np.rint(values.astype(np.float64)), nan=0.0, posinf=info.max, neginf=info.min)
+    dst[...] = np.clip(values, info.min, info.max).astype(dst.dtype)

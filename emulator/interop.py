@@ -1,0 +1,46 @@
+"""Torch tensors as NumPy arrays and back, without a copy. bf16 and fp8 travel as raw bits.
+
+Nothing here imports torch: a torch tensor can only arrive where torch is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from . import dtypes
+from .errors import NKIError
+
+# torch and NKI use the same names, but for IEEE-like e4m3, which torch does not have.
+_RAW = {2: "int16", 1: "uint8"}
+_NATIVE = {"float32", "float16", "int8", "int16", "int32", "uint8"}
+
+
+def is_torch(value) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def to_numpy(tensor) -> np.ndarray:
+    """A NumPy array on the memory of a contiguous CPU tensor."""
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise NKIError("argument", f"a contiguous CPU tensor is needed, got {tensor.device}, strides {tensor.stride()}")
+    tensor = tensor.detach()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in _NATIVE:
+        return tensor.numpy()
+    dtype = dtypes.NUMPY[dtypes.name_of(name)]
+    return tensor.view(getattr(torch, _RAW[dtype.itemsize])).numpy().view(dtype)
+
+
+def to_torch(array: np.ndarray):
+    """A torch tensor on the memory of a contiguous NumPy array."""
+    torch = sys.modules["torch"]
+    name = dtypes.name_of(array.dtype)
+    if name in _NATIVE:
+        return torch.from_numpy(array)
+    if not hasattr(torch, name):
+        raise NKIError("argument", f"torch has no dtype {name}")
+    return torch.from_numpy(array.view(_RAW[array.dtype.itemsize])).view(getattr(torch, name))

@@ -1,0 +1,301 @@
+"""Element-wise instructions and reductions of the Vector, Scalar and GpSimd engines.
+
+Every one converts its inputs to fp32, computes in fp32 and rounds once at the store, but for copies of equal
+dtype (bit for bit), bit operations (raw integers) and ``tensor_tensor`` of int32 or uint32 (exact).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from .. import dtypes
+from ..errors import NKIError
+from ..operators import Op
+from ..table import instruction
+from ..tensor import Tensor
+from . import operands
+from .enums import engine as Engine
+from .enums import reduce_cmd as ReduceCmd
+from .operands import PSUM, SBUF
+
+_COMPUTE = (Engine.vector, Engine.scalar, Engine.gpsimd)
+
+
+def _alu(op, what: str, dst: Tensor, *inputs) -> Op:
+    """``op`` is an ALU operator that fits the dtypes of its operands."""
+    if not isinstance(op, Op) or op.alu is None:
+        raise NKIError("op", f"{what} is an ALU operator such as nl.add, not {op!r}")
+    if op.kind == "bitvec":
+        for t in (dst, *inputs):
+            if isinstance(t, Tensor) and not dtypes.is_integer(t.dtype):
+                raise NKIError("bitvec-dtype", f"{op!r} acts on integers, {t!r} is {t.dtype}")
+            if isinstance(t, float):
+                raise NKIError("bitvec-dtype", f"{op!r} acts on integers, got {t}")
+    return op
+
+
+def _not_both_psum(a: Tensor, b: Tensor, names: str) -> None:
+    if a.buffer is PSUM and b.buffer is PSUM:
+        raise NKIError("both-psum", f"{names} are both in PSUM")
+
+
+# -- memset, copies -------------------------------------------------------------------------------------
+
+
+def _check_memset(dst, value, engine=Engine.unknown, name=None):
+    operands.destination(dst)
+    operands.one_of_engines(engine, *_COMPUTE)
+    operands.no_psum_on_gpsimd(engine, dst)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise NKIError("immediate", f"value is a number, not {type(value).__name__}")
+    if dtypes.is_integer(dst.dtype):
+        info = np.iinfo(dtypes.NUMPY[dst.dtype])
+        if not isinstance(value, (int, np.integer)) or not info.min <= value <= info.max:
+            raise NKIError("immediate", f"value {value!r} into {dst.dtype}: an integer in range is needed")
+
+
+@instruction(_check_memset)
+def memset(dst, value, engine=Engine.unknown, name=None):
+    """Fill ``dst`` with a number."""
+    dst.array()[...] = value
+
+
+def _check_tensor_copy(dst, src, engine=Engine.unknown, name=None):
+    operands.destination(dst)
+    operands.same_shape(dst, src=operands.on_chip(src, "src"))
+    operands.one_of_engines(engine, *_COMPUTE)
+    operands.no_psum_on_gpsimd(engine, dst, src)
+
+
+@instruction(_check_tensor_copy)
+def tensor_copy(dst, src, engine=Engine.unknown, name=None):
+    """``dst = src`` on chip: the bits where the dtypes agree, else through fp32."""
+    if dst.dtype == src.dtype:
+        dst.array()[...] = operands.like(src.array(), dst)
+    else:
+        operands.write(dst, operands.read(src, dst))
+
+
+# -- arithmetic -----------------------------------------------------------------------------------------
+
+
+def _check_tensor_tensor(dst, data1, data2, op, engine=Engine.unknown, name=None):
+    operands.destination(dst)
+    a, b = operands.on_chip(data1, "data1"), operands.on_chip(data2, "data2")
+    operands.same_shape(dst, data1=a, data2=b)
+    _not_both_psum(a, b, "data1 and data2")
+    _alu(op, "op", dst, a, b)
+    operands.one_of_engines(engine, Engine.vector, Engine.gpsimd)
+    operands.no_psum_on_gpsimd(engine, dst, a, b)
+    if op.name == "power" and engine is Engine.vector:
+        raise NKIError("engine", "nl.power of two tensors runs on GpSimd only")
+
+
+@instruction(_check_tensor_tensor)
+def tensor_tensor(dst, data1, data2, op, engine=Engine.unknown, name=None):
+    """``dst = data1 op data2``, element by element.
+
+    All-int32 (or all-uint32) operands in SBUF are computed on GpSimd as exact integers, unless
+    ``engine=vector``.
+    """
+    exact = (
+        dst.dtype == data1.dtype == data2.dtype
+        and dst.dtype in ("int32", "uint32")
+        and engine is not Engine.vector
+        and PSUM not in (dst.buffer, data1.buffer, data2.buffer)
+    )
+    if exact or op.kind == "bitvec":
+        values = op.alu(operands.like(data1.array(), dst), operands.like(data2.array(), dst))
+        dst.array()[...] = values
+    else:
+        operands.binary(dst, op.alu, operands.read(data1, dst), operands.read(data2, dst))
+
+
+def _check_tensor_scalar(
+    dst,
+    data,
+    op0,
+    operand0,
+    reverse0=False,
+    op1=None,
+    operand1=None,
+    reverse1=False,
+    engine=Engine.unknown,
+    name=None,
+):
+    operands.destination(dst)
+    operands.same_shape(dst, data=operands.on_chip(data, "data"))
+    operands.one_of_engines(engine, *_COMPUTE)
+    operands.no_psum_on_gpsimd(engine, dst, data)
+    stages = [(op0, operand0, "0")] + ([(op1, operand1, "1")] if op1 is not None else [])
+    for op, operand, index in stages:
+        _alu(op, f"op{index}", dst, data, operand)
+        operands.column(operand, f"operand{index}", dst, float32=op.kind == "arithmetic")
+    if op1 is None and operand1 is not None:
+        raise NKIError("op", f"operand1={operand1!r} without op1")
+    if op1 is not None and op0.kind != op1.kind:
+        raise NKIError("op", f"{op0!r} and {op1!r}: bit and arithmetic operators do not mix")
+    names = [op.name for op, _, _ in stages]
+    if engine is Engine.scalar and names not in (["multiply", "add"], ["multiply"], ["add"]):
+        raise NKIError("engine", f"the Scalar engine does multiply, add, or multiply then add; not {names}")
+    if engine is Engine.gpsimd and names != ["rsqrt"]:
+        raise NKIError("engine", f"GpSimd does rsqrt only; not {names}")
+
+
+@instruction(_check_tensor_scalar)
+def tensor_scalar(
+    dst,
+    data,
+    op0,
+    operand0,
+    reverse0=False,
+    op1=None,
+    operand1=None,
+    reverse1=False,
+    engine=Engine.unknown,
+    name=None,
+):
+    """``dst = (data op0 operand0) op1 operand1``; an operand is a number or a ``(P, 1)`` fp32 tile.
+
+    ``reverse`` swaps the sides of its operator.
+    """
+    if op0.kind == "bitvec":
+        values = operands.like(data.array(), dst)
+        scalar = _integer_column
+    else:
+        values = operands.read(data, dst)
+        scalar = operands.read_column
+    if op1 is not None:
+        with np.errstate(all="ignore"):
+            values = _apply(op0, values, scalar(operand0, dst), reverse0)
+        op0, operand0, reverse0 = op1, operand1, reverse1
+    operand = scalar(operand0, dst)
+    operands.binary(dst, op0.alu, *((operand, values) if reverse0 else (values, operand)))
+
+
+def _integer_column(value, dst: Tensor):
+    if isinstance(value, Tensor):
+        return value.array().reshape((dst.shape[0],) + (1,) * (len(dst.shape) - 1))
+    return value
+
+
+def _apply(op: Op, a, b, reverse: bool):
+    return op.alu(b, a) if reverse else op.alu(a, b)
+
+
+def _check_scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, name=None):
+    operands.destination(dst)
+    a, b = operands.on_chip(data, "data"), operands.on_chip(operand1, "operand1")
+    operands.same_shape(dst, data=a, operand1=b)
+    _not_both_psum(a, b, "data and operand1")
+    for op, what in ((op0, "op0"), (op1, "op1")):
+        if _alu(op, what, dst).kind == "bitvec":
+            raise NKIError("op", f"{what} {op!r}: only arithmetic operators")
+    operands.column(operand0, "operand0", dst)
+
+
+@instruction(_check_scalar_tensor_tensor)
+def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, name=None):
+    """``dst = (data op0 operand0) op1 operand1``; operand0 a number or ``(P, 1)``, operand1 a full tile."""
+    with np.errstate(all="ignore"):
+        first = _apply(op0, operands.read(data, dst), operands.read_column(operand0, dst), reverse0)
+    second = operands.read(operand1, dst)
+    operands.binary(dst, op1.alu, *((second, first) if reverse1 else (first, second)))
+
+
+# -- activation -----------------------------------------------------------------------------------------
+
+
+def _check_activation(
+    dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None, reduce_cmd=ReduceCmd.idle, name=None
+):
+    operands.destination(dst)
+    operands.same_shape(dst, data=operands.on_chip(data, "data"))
+    if not isinstance(op, Op) or op.activation is None:
+        raise NKIError("op", f"op is an activation function such as nl.exp, not {op!r}")
+    if bias is not None:
+        operands.column(bias, "bias", dst, float32=False)
+    operands.column(scale, "scale", dst)
+    if reduce_op is not None or reduce_res is not None or reduce_cmd is not ReduceCmd.idle:
+        raise NKIError("not-implemented", "activation with a reduction")
+
+
+@instruction(_check_activation)
+def activation(
+    dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None, reduce_cmd=ReduceCmd.idle, name=None
+):
+    """``dst = op(data * scale + bias)`` on the Scalar engine.
+
+    The device approximates the function piecewise; here it is NumPy's.
+    """
+    values = operands.read(data, dst)
+    with np.errstate(all="ignore"):
+        if isinstance(scale, Tensor) or scale != 1.0:
+            values = values * operands.read_column(scale, dst)
+        if bias is not None and (isinstance(bias, Tensor) or bias != 0.0):
+            values = values + operands.read_column(bias, dst)
+        values = op.activation(values)
+    operands.write(dst, values)
+
+
+# -- reductions, iota -----------------------------------------------------------------------------------
+
+
+def _reduced_axes(data: Tensor, axis) -> tuple[int, ...]:
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    wanted = tuple(range(data.ndim - len(axes), data.ndim))
+    if 0 in axes or tuple(sorted(axes)) != wanted:
+        raise NKIError(
+            "reduce-axis",
+            f"axis {axis} of {data.shape}: the last contiguous free dimensions only, here {wanted}",
+        )
+    return wanted
+
+
+def _check_tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
+    operands.destination(dst)
+    operands.on_chip(data, "data")
+    if not _alu(op, "op", dst, data).reduce:
+        raise NKIError("op", f"{op!r} is no reduction")
+    if negate and op.kind == "bitvec":
+        raise NKIError("op", f"negate with {op!r}")
+    kept = prod(data.shape[1 : data.ndim - len(_reduced_axes(data, axis))])
+    if dst.shape[0] != data.shape[0] or dst.free_size != kept:
+        raise NKIError("elements-differ", f"dst {dst.shape} does not hold {kept} results of {data.shape[0]} partitions")
+
+
+@instruction(_check_tensor_reduce)
+def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
+    """Reduce the last free dimensions of ``data``, numbered by ``axis`` on ``data``. Vector engine."""
+    values = data.array() if op.kind == "bitvec" else dtypes.to_float32(data.array())
+    reduce = getattr(op.alu, "reduce", None)
+    axes = _reduced_axes(data, axis)
+    if reduce is None:  # logical operators: their result is 1.0 or 0.0
+        values = getattr(np, op.name).reduce(values != 0, axis=axes).astype(np.float32)
+    elif op.name == "subtract":
+        # NumPy reduces "subtract" over one axis only: first element minus the rest.
+        flat = values.reshape(*values.shape[: data.ndim - len(axes)], -1)
+        values = np.subtract.reduce(flat, axis=-1)
+    else:
+        values = reduce(values, axis=axes)
+    operands.write(dst, operands.like(-values if negate else values, dst))
+
+
+def _check_iota(dst, pattern, offset=0, channel_multiplier=0, name=None):
+    operands.destination(dst, (SBUF,))
+    if not 1 <= len(pattern) <= 4:
+        raise NKIError("iota", f"pattern {pattern} has {len(pattern)} dimensions, the limit is 4")
+    count = prod(n for _, n in pattern)
+    if count != dst.free_size:
+        raise NKIError("elements-differ", f"pattern {pattern} makes {count} values, dst holds {dst.free_size}")
+
+
+@instruction(_check_iota)
+def iota(dst, pattern, offset=0, channel_multiplier=0, name=None):
+    """``dst[p, i...] = offset + p * channel_multiplier + sum(step_k * i_k)`` in int32. GpSimd."""
+    values = np.int64(offset) + np.arange(dst.shape[0], dtype=np.int64) * channel_multiplier
+    for step, count in pattern:
+        values = values[..., None] + np.arange(count, dtype=np.int64) * step
+    operands.write(dst, operands.like(values.astype(np.int32), dst))

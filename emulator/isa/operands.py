@@ -1,0 +1,126 @@
+"""Checks and reads that instructions share.
+
+Rules of access patterns: NKI deep dive ``nki-aps`` and the ``trainium2_arch`` guide.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import dtypes
+from ..errors import NKIError
+from ..machine import core
+from ..tensor import MemoryRegion, Tensor
+from .enums import engine as Engine
+
+SBUF = MemoryRegion.sbuf
+PSUM = MemoryRegion.psum
+
+
+def tensor(value, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise NKIError("operand", f"{what} is a tensor, not {type(value).__name__}")
+    return value
+
+
+def on_chip(value, what: str, regions=(SBUF, PSUM)) -> Tensor:
+    """``value`` as an operand of a compute engine: its memory, partitions and size are legal."""
+    t = tensor(value, what)
+    if t.storage.region not in regions:
+        names = " or ".join(r.value.upper() for r in regions)
+        raise NKIError("buffer", f"{what} must be in {names}, it is in {t.buffer.value}")
+    chip = core().target
+    count = t.shape[0]
+    if count > chip.partitions:
+        raise NKIError("partition-limit", f"{what} has {count} partitions, the limit is {chip.partitions}")
+    start = t.start_partition
+    if start and start % (32 if count <= 32 else 64 if count <= 64 else 128):
+        raise NKIError(
+            "start-partition",
+            f"{what} has {count} partitions from {start}; more than 64 start at 0, 33 to 64 at 0 or 64, "
+            "up to 32 at a multiple of 32",
+        )
+    if len(t.shape) - 1 > chip.free_dims:
+        raise NKIError("free-dims", f"{what} has {len(t.shape) - 1} free dimensions, the limit is {chip.free_dims}")
+    limit = chip.psum_elements if t.storage.region is PSUM else chip.sbuf_elements
+    if t.free_size > limit:
+        raise NKIError("free-size", f"{what} has {t.free_size} elements per partition, the limit is {limit}")
+    return t
+
+
+def destination(value, regions=(SBUF, PSUM), what: str = "dst") -> Tensor:
+    """``value`` as the result of a compute engine."""
+    t = on_chip(value, what, regions)
+    if 0 in t.strides and any(s == 0 and n > 1 for s, n in zip(t.strides, t.shape, strict=True)):
+        # nki-library uses a stride-0 dst as a sink; the last element written stays.
+        raise NKIError("dst-overlap", f"{what} writes one element several times (stride 0 in {t.strides})")
+    return t
+
+
+def same_shape(dst: Tensor, **sources: Tensor) -> None:
+    """Equal partitions and equal elements per partition; there is no broadcasting between operands."""
+    for what, t in sources.items():
+        if t.shape[0] != dst.shape[0]:
+            raise NKIError("partitions-differ", f"{what} has {t.shape[0]} partitions, dst has {dst.shape[0]}")
+        if t.free_size != dst.free_size:
+            raise NKIError(
+                "elements-differ",
+                f"{what} has {t.free_size} elements per partition {t.shape}, dst has {dst.free_size} {dst.shape}; "
+                "operands do not broadcast",
+            )
+
+
+def column(value, what: str, dst: Tensor, float32: bool = True) -> None:
+    """``value`` is an immediate number or a ``(P, 1)`` tile, in fp32 where the compiler demands it."""
+    if isinstance(value, Tensor):
+        t = on_chip(value, what)
+        if t.shape[0] != dst.shape[0] or t.free_size != 1:
+            raise NKIError("column", f"{what} is a number or a ({dst.shape[0]}, 1) tile, its shape is {t.shape}")
+        if float32 and t.dtype != "float32":
+            raise NKIError("column-dtype", f"{what} must be float32, it is {t.dtype}")
+    elif not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+        raise NKIError("column", f"{what} is a number or a ({dst.shape[0]}, 1) tile, not {type(value).__name__}")
+
+
+def one_of_engines(engine, *allowed: Engine) -> None:
+    if engine is not Engine.unknown and engine not in allowed:
+        names = ", ".join(e.name for e in allowed)
+        raise NKIError("engine", f"engine {getattr(engine, 'name', engine)} cannot do this; it is one of {names}")
+
+
+def no_psum_on_gpsimd(engine, *operands: Tensor) -> None:
+    if engine is Engine.gpsimd and any(t.buffer is PSUM for t in operands):
+        raise NKIError("gpsimd-psum", "GpSimd cannot access PSUM")
+
+
+def like(array: np.ndarray, dst: Tensor) -> np.ndarray:
+    """An operand in the shape of ``dst``: ranks may differ where the element counts agree."""
+    return array if array.shape == dst.shape else array.reshape(dst.shape)
+
+
+def read(t: Tensor, dst: Tensor) -> np.ndarray:
+    """An operand in fp32 and in the shape of ``dst``."""
+    return like(dtypes.to_float32(t.array()), dst)
+
+
+def read_column(value, dst: Tensor):
+    """An immediate as fp32, or a column that broadcasts over the free dimensions of ``dst``."""
+    if isinstance(value, Tensor):
+        return dtypes.to_float32(value.array()).reshape((dst.shape[0],) + (1,) * (len(dst.shape) - 1))
+    return np.float32(value)
+
+
+def write(dst: Tensor, values: np.ndarray) -> None:
+    """Convert once and store."""
+    dtypes.store(dst.array(), values)
+
+
+def binary(dst: Tensor, ufunc, a, b) -> None:
+    """``dst = ufunc(a, b)`` in fp32; without a temporary where dst is fp32."""
+    if dst.dtype == "float32" and isinstance(ufunc, np.ufunc):
+        with np.errstate(all="ignore"):
+            ufunc(a, b, out=dst.array())
+    else:
+        with np.errstate(all="ignore"):
+            values = ufunc(a, b)
+        write(dst, values)

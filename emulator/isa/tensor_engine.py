@@ -1,0 +1,160 @@
+"""The Tensor engine: ``nc_matmul``, and ``nc_transpose`` which the Vector engine can do too."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import dtypes
+from ..errors import NKIError
+from ..machine import core
+from ..table import instruction
+from ..tensor import Tensor
+from . import operands
+from .enums import engine as Engine
+from .enums import matmul_perf_mode as PerfMode
+from .operands import PSUM, SBUF
+
+
+def _one_bank(dst: Tensor) -> None:
+    """The result of the Tensor engine fits one PSUM bank."""
+    size = dtypes.itemsize(dst.dtype)
+    bank = core().target.psum_bank_bytes
+    first = dst.offset % dst.row * size
+    extent = sum(s * (n - 1) for s, n in zip(dst.strides[1:], dst.shape[1:], strict=True))
+    last = first + (extent + 1) * size - 1
+    if first // bank != last // bank:
+        raise NKIError(
+            "psum-bank",
+            f"dst covers bytes {first} to {last} of a partition; it must stay in one bank of {bank} bytes",
+        )
+
+
+def _check_nc_matmul(
+    dst,
+    stationary,
+    moving,
+    is_stationary_onezero=False,
+    is_moving_onezero=False,
+    is_transpose=False,
+    accumulate=None,
+    tile_position=(),
+    tile_size=(),
+    perf_mode=PerfMode.none,
+    name=None,
+):
+    chip = core().target
+    operands.destination(dst, (PSUM,))
+    a, b = operands.on_chip(stationary, "stationary", (SBUF,)), operands.on_chip(moving, "moving", (SBUF,))
+    if a.shape[0] != b.shape[0]:
+        raise NKIError("matmul-contraction", f"stationary has {a.shape[0]} partitions, moving {b.shape[0]}; both are K")
+    if a.free_size > chip.matmul_stationary:
+        raise NKIError(
+            "matmul-stationary",
+            f"stationary has {a.free_size} free elements, the limit is {chip.matmul_stationary}",
+        )
+    if b.free_size > chip.matmul_moving:
+        raise NKIError("matmul-moving", f"moving has {b.free_size} free elements, the limit is {chip.matmul_moving}")
+    if dst.shape[0] != a.free_size or dst.free_size != b.free_size:
+        raise NKIError(
+            "matmul-shape",
+            f"dst is {dst.shape}, stationary.T @ moving is ({a.free_size}, {b.free_size})",
+        )
+    _one_bank(dst)
+    for what, t in (("stationary", a), ("moving", b)):
+        if not dtypes.is_float(t.dtype):
+            raise NKIError("dtype", f"{what} is {t.dtype}, the Tensor engine multiplies floats")
+    if (a.dtype == "float32") != (b.dtype == "float32"):
+        raise NKIError("dtype", f"float32 multiplies float32 only, got {a.dtype} and {b.dtype}")
+    if tuple(tile_position) or tuple(tile_size):
+        raise NKIError("not-implemented", "tile_position and tile_size")
+    if perf_mode not in (PerfMode.none, "none"):
+        raise NKIError("not-implemented", f"perf_mode {perf_mode}")
+    if is_transpose:
+        if dst.dtype != b.dtype:
+            raise NKIError("dtype", f"a transpose keeps the dtype: moving is {b.dtype}, dst {dst.dtype}")
+        if not np.array_equal(_flat(a), np.eye(a.shape[0], a.free_size)):
+            raise NKIError("matmul-identity", "is_transpose needs the identity as stationary")
+    elif dst.dtype != "float32":
+        raise NKIError("dtype", f"dst is {dst.dtype}, PSUM accumulates in float32")
+
+
+def _flat(t: Tensor) -> np.ndarray:
+    """[K, free] in fp32."""
+    return dtypes.to_float32(t.array().reshape(t.shape[0], -1))
+
+
+@instruction(_check_nc_matmul)
+def nc_matmul(
+    dst,
+    stationary,
+    moving,
+    is_stationary_onezero=False,
+    is_moving_onezero=False,
+    is_transpose=False,
+    accumulate=None,
+    tile_position=(),
+    tile_size=(),
+    perf_mode=PerfMode.none,
+    name=None,
+):
+    """``dst[M, N] (+)= stationary[K, M].T @ moving[K, N]`` in fp32, K on the partitions.
+
+    ``accumulate``: False overwrites, True adds, None adds where an earlier matmul wrote this PSUM tensor and
+    overwrites elsewhere. Only matmuls count: a memset does not.
+    """
+    with np.errstate(all="ignore"):
+        product = _flat(stationary).T @ _flat(moving)
+    product = operands.like(product, dst)
+    array, written = dst.array(), dst.written()
+    if accumulate is False or is_transpose:
+        dtypes.store(array, product)
+    elif accumulate is True or written.all():
+        array += product
+    elif not written.any():
+        array[...] = product
+    else:
+        array[...] = np.where(written, array + product, product)
+    written[...] = True
+
+
+def _transpose_engine(dst: Tensor, engine) -> Engine:
+    """PSUM results come from the Tensor engine, SBUF results from the Vector engine."""
+    if engine is not Engine.unknown:
+        return engine
+    return Engine.tensor if dst.buffer is PSUM else Engine.vector
+
+
+def _check_nc_transpose(dst, data, engine=Engine.unknown, name=None):
+    operands.destination(dst)
+    operands.on_chip(data, "data")
+    operands.one_of_engines(engine, Engine.tensor, Engine.vector)
+    chip = core().target
+    if _transpose_engine(dst, engine) is Engine.tensor:
+        limit = chip.matmul_contraction
+        if dst.buffer is not PSUM or data.buffer is not SBUF:
+            raise NKIError(
+                "buffer",
+                f"the Tensor engine transposes SBUF into PSUM, got {data.buffer.value} into {dst.buffer.value}",
+            )
+        _one_bank(dst)
+        if data.dtype.startswith("float8"):
+            raise NKIError("dtype", f"the Tensor engine does not transpose {data.dtype}")
+    else:
+        limit = chip.vector_transpose
+    if data.shape[0] > limit or data.free_size > limit:
+        raise NKIError(
+            "transpose-size",
+            f"data is {data.shape[0]} x {data.free_size}, the limit of this engine is {limit} x {limit}",
+        )
+    if dst.shape[0] != data.free_size or dst.free_size != data.shape[0]:
+        raise NKIError("elements-differ", f"dst is {dst.shape}, the transpose is ({data.free_size}, {data.shape[0]})")
+    if dst.dtype != data.dtype:
+        raise NKIError("dtype", f"a transpose keeps the dtype: data is {data.dtype}, dst {dst.dtype}")
+
+
+@instruction(_check_nc_transpose)
+def nc_transpose(dst, data, engine=Engine.unknown, name=None):
+    """``dst = data.T`` of ``[partitions, free]``, bit for bit."""
+    dst.array()[...] = operands.like(data.array().reshape(data.shape[0], -1).T, dst)
+    if dst.buffer is PSUM:
+        dst.written()[...] = True

@@ -1,0 +1,332 @@
+"""Tensors of NKI: a storage in one of the memories and a strided view of it.
+
+An address is ``offset + sum(stride_k * i_k)`` in elements of the view's dtype. SBUF and PSUM tensors have
+the partition dimension first; every partition holds the same number of elements (``Storage.row``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from . import dtypes
+from .arch import target
+from .errors import NKIError
+
+
+class MemoryRegion(enum.Enum):
+    """Where a tensor lives. ``private_hbm`` is one copy per core, ``shared_hbm`` one for both cores."""
+
+    sbuf = "sbuf"
+    psum = "psum"
+    private_hbm = "private_hbm"
+    shared_hbm = "shared_hbm"
+
+    @property
+    def on_chip(self) -> bool:
+        return self in (MemoryRegion.sbuf, MemoryRegion.psum)
+
+
+class Storage:
+    """Bytes of one allocation.
+
+    Attributes:
+        raw: the bytes, flat uint8.
+        region: the memory.
+        row: elements of ``dtype`` per partition; on HBM the size of the whole tensor.
+        written: PSUM only, one flag per element: has a matmul written it (see ``isa.matmul``)?
+    """
+
+    __slots__ = ("raw", "region", "dtype", "shape", "row", "name", "written", "writable")
+
+    def __init__(self, raw, region, dtype, shape, name, writable=True):
+        self.raw = raw
+        self.region = region
+        self.dtype = dtype
+        self.shape = shape
+        self.row = prod(shape[1:]) if region.on_chip else prod(shape)
+        self.name = name
+        self.written = np.zeros(prod(shape), bool) if region is MemoryRegion.psum else None
+        self.writable = writable
+
+
+@dataclass(frozen=True)
+class Indirect:
+    """Run-time part of an address: an index read when the instruction runs, times ``scale`` elements."""
+
+    index: Tensor
+    scale: int
+    per_partition: bool
+
+
+class Tensor:
+    """A view. ``shape``, ``strides`` and ``offset`` count elements of ``dtype``."""
+
+    __slots__ = ("storage", "dtype", "shape", "strides", "offset", "indirect", "_array")
+
+    def __init__(self, storage, dtype, shape, strides, offset=0, indirect=None):
+        self.storage: Storage = storage
+        self.dtype: str = dtype
+        self.shape: tuple[int, ...] = shape
+        self.strides: tuple[int, ...] = strides
+        self.offset: int = offset
+        self.indirect: Indirect | None = indirect
+        self._array: np.ndarray | None = None
+
+    # -- attributes ----------------------------------------------------------------------------------
+
+    @property
+    def buffer(self) -> MemoryRegion:
+        return self.storage.region
+
+    @property
+    def name(self) -> str:
+        return self.storage.name
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements of this view's dtype per partition (on HBM: in the whole storage)."""
+        return self.storage.row * dtypes.itemsize(self.storage.dtype) // dtypes.itemsize(self.dtype)
+
+    @property
+    def partitions(self) -> int:
+        return self.shape[0]
+
+    @property
+    def start_partition(self) -> int:
+        return self.offset // self.row if self.row else 0
+
+    @property
+    def free_size(self) -> int:
+        """Elements per partition that the view covers."""
+        return prod(self.shape[1:])
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name or 'unnamed'}, {self.shape}, {self.dtype}, {self.buffer.value})"
+
+    # -- values (for the emulator, not for kernels) ---------------------------------------------------
+
+    def array(self) -> np.ndarray:
+        """The NumPy view of a tensor without run-time addressing."""
+        if self._array is None:
+            if self.indirect is not None:
+                raise NKIError("indirect", f"{self!r} has a run-time address, which only a DMA may use")
+            self._array = self.window(self.shape, self.strides, self.offset)
+        return self._array
+
+    def window(self, shape, strides, offset) -> np.ndarray:
+        """A NumPy view of the storage: shape, strides and offset in elements of this view's dtype."""
+        dtype = dtypes.NUMPY[self.dtype]
+        size = dtype.itemsize
+        if prod(shape) == 0:
+            return np.empty(shape, dtype)
+        return np.ndarray(shape, dtype, self.storage.raw, offset * size, tuple(s * size for s in strides))
+
+    def written(self) -> np.ndarray:
+        """PSUM only: the view of the accumulation flags that matches ``array()``."""
+        return np.ndarray(self.shape, bool, self.storage.written, self.offset, self.strides)
+
+    # -- views ---------------------------------------------------------------------------------------
+
+    def __getitem__(self, key) -> Tensor:
+        """Slices, ``nl.ds``, ints and ``...``, as in NKI.
+
+        On chip an int keeps the partition dimension (size 1) and the result stays at least 2-D; on HBM an
+        int drops its dimension and the result stays at least 1-D. Out-of-range slices are errors.
+        """
+        self._refuse_indirect("indexing")
+        keys = list(key) if isinstance(key, tuple) else [key]
+        if Ellipsis in [k for k in keys if not isinstance(k, Tensor)]:
+            at = keys.index(Ellipsis)
+            keys[at : at + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
+        keys += [slice(None)] * (self.ndim - len(keys))
+        if len(keys) != self.ndim:
+            raise NKIError("index", f"{len(keys)} indices for {self!r}")
+
+        offset = self.offset
+        kept: list[tuple[int, int]] = []
+        minimum = 2 if self.buffer.on_chip else 1
+        for dim, (k, size, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
+            if isinstance(k, slice):
+                start, stop, step = self._bounds(k, dim)
+                offset += start * stride
+                kept.append((max(0, -(-(stop - start) // step)), stride * step))
+            elif isinstance(k, (int, np.integer)) and not isinstance(k, bool):
+                if not -size <= k < size:
+                    raise NKIError("index", f"index {k} of dimension {dim} is outside {self!r}")
+                offset += (k % size) * stride
+                if self.buffer.on_chip and dim == 0:
+                    kept.append((1, stride))
+            else:
+                raise NKIError("index", f"a tensor index is an int, a slice, nl.ds or ..., not {type(k).__name__}")
+        while len(kept) < minimum:
+            kept.append((1, 1))
+        shape, strides = zip(*kept, strict=True)
+        return Tensor(self.storage, self.dtype, shape, strides, offset)
+
+    def _bounds(self, key: slice, dim: int) -> tuple[int, int, int]:
+        size = self.shape[dim]
+        step = 1 if key.step is None else key.step
+        start = 0 if key.start is None else key.start
+        stop = size if key.stop is None else key.stop
+        start, stop = (v + size if v < 0 else v for v in (start, stop))
+        if step < 1 or not 0 <= start <= size or not start <= stop <= size:
+            raise NKIError("index", f"index range [{start}, {stop}) step {step} exceeds dimension {dim} of {self!r}")
+        return start, stop, step
+
+    def reshape(self, shape: Sequence[int]) -> Tensor:
+        """The same elements in another shape; on chip the partition dimension stays."""
+        self._refuse_indirect("reshape")
+        shape = tuple(shape)
+        if prod(shape) != self.size:
+            raise NKIError("reshape", f"{self!r} has {self.size} elements, shape {shape} has {prod(shape)}")
+        if self.buffer.on_chip and shape[0] != self.shape[0]:
+            raise NKIError("reshape", f"the partition dimension of {self!r} cannot become {shape[0]}")
+        first = 1 if self.buffer.on_chip else 0
+        if self.strides[first:] != row_major(self.shape[first:]):
+            raise NKIError("reshape", f"{self!r} with strides {self.strides} is not contiguous")
+        strides = self.strides[:first] + row_major(shape[first:])
+        return Tensor(self.storage, self.dtype, shape, strides, self.offset)
+
+    def ap(self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0, dtype=None):
+        """An explicit access pattern of the storage: ``[[stride, count], ...]``, outermost first.
+
+        Args:
+            pattern: strides and counts in elements of ``dtype``. On chip the first pair is the partition
+                step, ``[elements per partition, partitions]``.
+            offset: first element, from the start of the storage; None takes the view's own.
+            scalar_offset: a one-element SBUF tensor, read when the instruction runs; its value times the
+                size of what lies right of ``indirect_dim`` is added to every address.
+            vector_offset: ``[P, 1]`` int32 or uint32 in SBUF; partition p starts at row ``vector_offset[p]``
+                of the tensor, and the first stride of the pattern is not used. HBM only, ``indirect_dim`` 0.
+            dtype: reinterpret the bytes.
+        """
+        self._refuse_indirect(".ap")
+        if offset is not None and self.offset:
+            # NKI's documents contradict each other here: absolute, or added to the view's own offset.
+            raise NKIError("ap-offset", f"an explicit offset on a view that starts at {self.offset}; use .ap on "
+                           "the whole tensor")  # fmt: skip
+        base = self
+        if dtype is not None and dtypes.name_of(dtype) != self.dtype:
+            base = Tensor(self.storage, dtypes.name_of(dtype), self.shape, self.strides, self.offset)
+            if base.offset:
+                raise NKIError("ap-offset", f"dtype= on a view that starts at element {self.offset}")
+        start = self.offset if offset is None else offset
+        strides = tuple(int(s) for s, _ in pattern)
+        counts = tuple(int(n) for _, n in pattern)
+        if not counts or any(n < 0 for n in counts) or any(s < 0 for s in strides) or start < 0:
+            raise NKIError("ap", f"pattern {pattern} at offset {start}: counts, strides and offset are >= 0")
+
+        if scalar_offset is not None and vector_offset is not None:
+            raise NKIError("indirect", "scalar_offset and vector_offset exclude each other")
+        indirect = None
+        if vector_offset is not None:
+            if self.buffer.on_chip or indirect_dim != 0:
+                raise NKIError(
+                    "indirect",
+                    f"vector_offset needs a tensor in HBM and indirect_dim 0, got {self!r}, dim {indirect_dim}",
+                )
+            if vector_offset.size != counts[0]:
+                raise NKIError("indirect", f"vector_offset has {vector_offset.size} indices for {counts[0]} partitions")
+            indirect = Indirect(vector_offset, prod(self.shape[1:]), True)
+        elif scalar_offset is not None:
+            if self.buffer.on_chip and indirect_dim == 0:
+                raise NKIError("indirect", f"scalar_offset cannot move the partitions of {self!r}")
+            indirect = Indirect(scalar_offset, prod(self.shape[indirect_dim + 1 :]), False)
+        if indirect is not None:
+            _check_index(indirect.index)
+        view = Tensor(base.storage, base.dtype, counts, strides, start, indirect)
+        view._check_pattern()
+        return view
+
+    def _check_pattern(self) -> None:
+        """The static part of the pattern stays inside the storage and, on chip, inside each partition."""
+        row, size = self.row, self.row * (self.storage.shape[0] if self.buffer.on_chip else 1)
+        if 0 in self.shape:
+            return
+        free = sum(s * (n - 1) for s, n in zip(self.strides[1:], self.shape[1:], strict=True))
+        if self.buffer.on_chip:
+            if self.strides[0] != row and self.shape[0] > 1:
+                raise NKIError(
+                    "ap",
+                    f"partition step {self.strides[0]} of {self!r}: it must be {row}, the elements per partition",
+                )
+            if self.offset % row + free >= row:
+                raise NKIError(
+                    "ap",
+                    f"elements {self.offset % row} to {self.offset % row + free} of a partition of {row} elements",
+                )
+        moved = self.indirect is not None and self.indirect.per_partition
+        last = self.offset + free + (0 if moved else self.strides[0] * (self.shape[0] - 1))
+        if last >= size:
+            raise NKIError("ap", f"element {last} is outside {self.storage.name or 'the tensor'} of {size} elements")
+
+    def _refuse_indirect(self, what: str) -> None:
+        if self.indirect is not None:
+            raise NKIError("indirect", f"{what} of a view with a run-time address")
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _check_index(index) -> None:
+    if not isinstance(index, Tensor) or index.buffer is not MemoryRegion.sbuf:
+        raise NKIError("indirect", f"an index lives in SBUF, got {index!r}")
+    if index.dtype not in ("int32", "uint32"):
+        raise NKIError("indirect", f"an index is int32 or uint32, got {index.dtype}")
+
+
+def allocate(shape, dtype, region: MemoryRegion, name: str = "") -> Tensor:
+    """A fresh tensor, poisoned (NaN, integers 4)."""
+    shape = tuple(int(n) for n in shape)
+    dtype = dtypes.name_of(dtype)
+    if any(n < 0 for n in shape) or not shape:
+        raise NKIError("shape", f"shape {shape}")
+    if region.on_chip:
+        _check_on_chip(shape, dtype, region)
+    count = prod(shape)
+    raw = np.empty(count * dtypes.itemsize(dtype), np.uint8)
+    dtypes.poison(raw.view(dtypes.NUMPY[dtype]))
+    return Tensor(Storage(raw, region, dtype, shape, name), dtype, shape, row_major(shape))
+
+
+def from_array(array: np.ndarray, name: str) -> Tensor:
+    """A kernel argument: an HBM tensor on the memory of ``array``, which must be contiguous."""
+    dtype = dtypes.name_of(array.dtype)
+    shape = array.shape or (1,)
+    raw = array.reshape(-1).view(np.uint8)
+    storage = Storage(raw, MemoryRegion.shared_hbm, dtype, shape, name, writable=array.flags.writeable)
+    return Tensor(storage, dtype, shape, row_major(shape))
+
+
+def _check_on_chip(shape, dtype, region) -> None:
+    chip = target()
+    if len(shape) < 2:
+        raise NKIError("on-chip-rank", f"{region.value} tensors have at least 2 dimensions, got {shape}")
+    if shape[0] > chip.partitions:
+        raise NKIError("partition-limit", f"{shape[0]} partitions, the limit is {chip.partitions}")
+    row_bytes = prod(shape[1:]) * dtypes.itemsize(dtype)
+    limit = chip.psum_bytes if region is MemoryRegion.psum else chip.sbuf_usable_bytes
+    if row_bytes > limit:
+        raise NKIError(
+            f"{region.value}-capacity",
+            f"{row_bytes} bytes per partition for {shape} {dtype}, the limit is {limit}",
+        )
