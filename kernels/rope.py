@@ -16,9 +16,9 @@ import nki.language as nl
 
 # Positions per tile: one per SBUF partition.
 TILE_ROWS = 128
-# Bytes per partition for the tiles of one chunk of heads, of the 207 KiB a kernel may use on trn2: half, so
-# that the next chunk loads while this one computes.
-CHUNK_BYTES = 100 * 1024
+# Bytes per partition for the tiles of one chunk of heads. Twice that, so that the next chunk loads while this
+# one computes, and two tables (24 KiB each at most) fit the 207 KiB a kernel may use on trn2.
+CHUNK_BYTES = 76 * 1024
 # Columns of one half that a chunk covers; more than any model's head_dim / 2.
 CHUNK_COLUMNS = 1024
 SIZE_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,8 +48,7 @@ def rope(query, key, rope_cache, positions=None, heads_first=False, backward=Fal
         launch take halves of the sequence and never write the same memory. A position outside the table is
         a run-time error of the DMA, which never reads outside it.
 
-        SBUF: one chunk of heads takes at most CHUNK_BYTES per partition, or one head with CHUNK_COLUMNS
-        columns per half (24 KiB); a table row at most 32 KiB.
+        SBUF per partition: a chunk of heads at most CHUNK_BYTES, its table at most 24 KiB, each twice.
 
     Pseudocode:
         for rows of the sequence in tiles of 128 (this core's half):
