@@ -1,0 +1,23 @@
+"""torchtitan overrides that put our kernels into torchtitan's models.
+
+Activate all of them, or one by its factory, optionally with keywords:
+
+    --override.imports trn_kernels.overrides
+    --override.imports trn_kernels.overrides.nki_rope
+    --override.imports 'trn_kernels.overrides.nki_rope={"kernel": "rope_hf"}'
+
+The last two need torchtitan 0.3; the first also works on its builds of June and July 2026. In a Python
+script, import this package before the trainer is built.
+"""
+
+from torchtitan.models.common.rope import CosSinRoPE
+
+from trn_kernels.overrides.compat import register
+from trn_kernels.overrides.rope import NKIRoPE, nki_rope
+
+__all__ = ["OVERRIDES", "NKIRoPE", "nki_rope"]
+
+OVERRIDES = [(CosSinRoPE.Config, nki_rope)]
+"""(config class, factory) of each override. No class may contain another one in torchtitan's config tree."""
+
+register(OVERRIDES)

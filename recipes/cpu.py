@@ -1,0 +1,123 @@
+"""What torchtitan 0.3 lacks to train on a machine without an accelerator, one small function per gap.
+
+`stub_triton` and `prepare` come before torchtitan's own imports, `prepare_config` between parsing and
+building. With an accelerator (cuda, xpu or a PrivateUse1 backend such as neuron; mps counts as none) only
+`stub_triton` has an effect, and only where Triton is not installed.
+"""
+
+import importlib.util
+import os
+import resource
+import sys
+from types import ModuleType, SimpleNamespace
+
+_TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+
+
+def accelerator() -> str | None:
+    """Device type of the accelerator that torchtitan would train on, None if there is none."""
+    from torch._utils import _get_available_device_type
+
+    device = _get_available_device_type()
+    return None if device == "mps" else device
+
+
+def stub_triton() -> None:
+    """torchtitan imports Triton with every model, for an expert-parallel backend; CPU builds of torch lack it."""
+    if importlib.util.find_spec("triton") is None:
+        sys.modules.setdefault(_TRITON_KERNELS, _MissingTriton(_TRITON_KERNELS))
+
+
+class _MissingTriton(ModuleType):
+    """Has any name one imports from it, as a function that says what is missing."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args, **kwargs):
+            raise ImportError(f"{name} of the MinimalAsyncEP backend needs Triton, which is not installed")
+
+        return missing
+
+
+def prepare() -> None:
+    """Make torchtitan train on the CPU, where there is no accelerator. Must precede the trainer's import."""
+    if accelerator() is None:
+        _use_cpu_device()
+        _name_set_timeout()
+
+
+def prepare_config(config) -> None:
+    """Make a parsed torchtitan `Trainer.Config` fit the CPU in place, where there is no accelerator."""
+    if accelerator() is None:
+        _shard_plain_parameters(config)
+        _sum_gradients(config)
+
+
+def _use_cpu_device() -> None:
+    # Without an accelerator torchtitan assumes cuda. Its other modules copy these two names when imported.
+    import torchtitan.tools.utils as utils
+
+    if "torchtitan.distributed" in sys.modules:
+        raise RuntimeError("recipes.cpu.prepare() must run before torchtitan's trainer is imported")
+    utils.device_type, utils.device_module = "cpu", _cpu_device()
+
+
+def _cpu_device() -> SimpleNamespace:
+    # torch.cpu lacks half of the functions that torchtitan calls on its device module.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    unit = 1 if sys.platform == "darwin" else 1024
+
+    def memory_stats(device=None):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+    def nothing(device=None):
+        pass
+
+    return SimpleNamespace(
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        empty_cache=nothing,
+        get_device_name=lambda device=None: "cpu",
+        get_device_properties=lambda device=None: SimpleNamespace(name="cpu", total_memory=memory),
+        memory_stats=memory_stats,
+        reset_peak_memory_stats=nothing,
+        set_device=nothing,
+        synchronize=nothing,
+    )
+
+
+def _name_set_timeout() -> None:
+    # torchtitan shortens the timeouts after step 1 under the public name, which came with torch 2.14.
+    import torch.distributed as dist
+
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = dist.distributed_c10d._set_pg_timeout
+
+
+def _shard_plain_parameters(config) -> None:
+    # torchtitan's default backend has FSDP shard plain parameters of a larger mesh: torch 2.14 can.
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    if config.parallelism.spmd_backend == "spmd_types" and not hasattr(FSDPParam, "_restore_spmd_types"):
+        config.parallelism.spmd_backend = "partial_dtensor"
+
+
+def _sum_gradients(config) -> None:
+    # FSDP folds torchtitan's gradient factor into its reduction, and gloo can only sum.
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+
+    parallelize = config.model_spec.parallelize_fn
+
+    def parallelize_and_sum(model, **kwargs):
+        model = parallelize(model, **kwargs)
+        if dist.get_backend() == "gloo":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    config.model_spec.parallelize_fn = parallelize_and_sum
