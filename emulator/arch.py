@@ -34,6 +34,10 @@ class Target:
     psum_elements: int = 4096
     free_dims: int = 4
     """Most free dimensions of one access pattern."""
+    max_stride: int = 32767
+    """Largest step of a free dimension, in elements (int16)."""
+    psum_alignment: int = 4
+    """Bytes: where in a partition of PSUM the Tensor engine may start to write."""
 
     @property
     def sbuf_usable_bytes(self) -> int:

@@ -32,7 +32,10 @@ def name_of(dtype) -> str:
     """The NKI name of a dtype given as a name, a NumPy dtype or a NumPy scalar type."""
     if isinstance(dtype, str) and dtype in NUMPY:
         return dtype
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        raise NKIError("dtype", f"{dtype!r} is no dtype") from None
     name = _LEGACY.get(name, name)
     if name not in NUMPY:
         raise NKIError("dtype", f"dtype {name!r} is not one the device has here: {', '.join(NUMPY)}")
@@ -52,9 +55,16 @@ def is_integer(dtype: str) -> bool:
     return dtype in INTEGERS
 
 
+def raw(array: np.ndarray) -> np.ndarray:
+    """The bits, as unsigned integers: what bit operators act on (a right shift is logical)."""
+    return array.view(f"u{array.dtype.itemsize}")
+
+
 def poison(array: np.ndarray) -> None:
     """Fill fresh memory with values that show up when they are read: NaN or 4."""
-    array.fill(np.nan if array.dtype in FLOATS.values() else POISON_INTEGER)
+    value = np.nan if array.dtype in FLOATS.values() else POISON_INTEGER
+    # As raw bits: NumPy fills the dtypes of ml_dtypes element by element.
+    raw(array).fill(raw(np.array(value, array.dtype)))
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-_EMULATOR = str(Path(__file__).parent)
+_EMULATOR = str(Path(__file__).parent) + os.sep
 
 
 class NKIError(Exception):

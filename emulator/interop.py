@@ -14,7 +14,7 @@ from .errors import NKIError
 
 # torch and NKI use the same names, but for IEEE-like e4m3, which torch does not have.
 _RAW = {2: "int16", 1: "uint8"}
-_NATIVE = {"float32", "float16", "int8", "int16", "int32", "uint8"}
+_NATIVE = {"float32", "float16", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool"}
 
 
 def is_torch(value) -> bool:

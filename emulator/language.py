@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from . import dtypes
 from .errors import NKIError
+from .loops import fori_loop, while_loop  # noqa: F401  part of nki.language
 from .machine import core
 from .operators import OPS
-from .tensor import MemoryRegion, Tensor
+from .tensor import MemoryRegion, Tensor, integer
 
 sbuf = MemoryRegion.sbuf
 psum = MemoryRegion.psum
@@ -16,6 +17,9 @@ shared_hbm = MemoryRegion.shared_hbm
 # dtypes are plain strings, operators are objects: nl.float32, nl.add, nl.exp, ...
 globals().update({name: name for name in dtypes.NUMPY if name != "bool"})
 globals().update(OPS)
+# Names that kernels mention; a tensor of one of these is refused.
+for _name in ("float8_e4m3fn", "float8_e8m0fnu", "tfloat32", "float8_e5m2_x4", "float8_e4m3fn_x4", "float4_e2m1fn_x4"):
+    globals()[_name] = _name
 bool_ = "bool"
 
 
@@ -63,7 +67,8 @@ def ndarray(shape, dtype, buffer=MemoryRegion.sbuf, name="", address=None) -> Te
 
 def ds(start, size) -> slice:
     """A slice of ``size`` elements from ``start``."""
-    return slice(start, start + size)
+    start = integer(start, "start")
+    return slice(start, start + integer(size, "size"))
 
 
 def static_range(start, stop=None, step=1) -> range:

@@ -21,6 +21,7 @@ class Op:
         alu: two-operand semantics for Vector, Scalar and GpSimd instructions, or None.
         kind: ``"arithmetic"`` or ``"bitvec"`` (acts on the raw bits of integers), for ``alu``.
         reduce: may it be a reduction?
+        unary: does ``alu`` ignore its second operand?
         activation: one-operand semantics for ``nisa.activation``, or None.
     """
 
@@ -28,6 +29,7 @@ class Op:
     alu: Callable | None = None
     kind: str = "arithmetic"
     reduce: bool = False
+    unary: bool = False
     activation: Callable | None = None
 
     def __repr__(self) -> str:
@@ -70,6 +72,12 @@ def _softplus(x):
     return np.logaddexp(np.float32(0), x)
 
 
+def _sin(x):
+    """Good in [-pi, pi]; outside, the cubic that continues it there (documented: sin(9) is about 27.65)."""
+    beyond = np.abs(x) - np.float32(math.pi)
+    return np.where(beyond > 0, np.sign(x) * (beyond**3 / np.float32(6) - beyond), np.sin(x))
+
+
 _OPS = [
     # Two operands.
     Op("add", np.add, reduce=True),
@@ -93,8 +101,9 @@ _OPS = [
     Op("left_shift", np.left_shift, kind="bitvec"),
     Op("right_shift", np.right_shift, kind="bitvec"),
     # One operand; as ALU operators they ignore the second.
-    Op("abs", lambda a, b: np.abs(a), activation=np.abs),
-    Op("rsqrt", lambda a, b: 1 / np.sqrt(a), activation=lambda x: 1 / np.sqrt(x)),
+    Op("abs", lambda a, b: np.abs(a), unary=True, activation=np.abs),
+    Op("rsqrt", lambda a, b: 1 / np.sqrt(a), unary=True, activation=lambda x: 1 / np.sqrt(x)),
+    Op("reciprocal", lambda a, b: 1 / a, unary=True, activation=np.reciprocal),
     # Activation functions.
     Op("copy", activation=lambda x: x),
     Op("square", activation=np.square),
@@ -116,10 +125,9 @@ _OPS = [
     Op("erf", activation=_erf),
     Op("exp", activation=np.exp),
     Op("log", activation=np.log),
-    Op("sin", activation=np.sin),
+    Op("sin", activation=_sin),
     Op("arctan", activation=np.arctan),
     Op("sqrt", activation=np.sqrt),
-    Op("reciprocal", lambda a, b: 1 / a, activation=np.reciprocal),
     Op("sign", activation=np.sign),
 ]
 OPS: dict[str, Op] = {op.name: op for op in _OPS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ def instruction(check: Callable) -> Callable:
         name = execute.__name__
         INSTRUCTIONS[name] = Instruction(name, check, execute, f"nki/api/generated/nki.isa.{name}.html")
 
+        signature = inspect.signature(execute)
+
         @functools.wraps(execute)
         def issue(*args, **kwargs):
             try:
@@ -43,6 +46,14 @@ def instruction(check: Callable) -> Callable:
                 execute(*args, **kwargs)
             except NKIError as error:
                 error.instruction = name
+                raise
+            except TypeError:
+                try:
+                    signature.bind(*args, **kwargs)
+                except TypeError as misfit:
+                    error = NKIError("signature", f"{misfit}; it takes {signature}")
+                    error.instruction = name
+                    raise error from None
                 raise
 
         return issue

@@ -16,6 +16,7 @@ import numpy as np
 from . import dtypes
 from .arch import target
 from .errors import NKIError
+from .registers import VirtualRegister
 
 
 class MemoryRegion(enum.Enum):
@@ -38,10 +39,11 @@ class Storage:
         raw: the bytes, flat uint8.
         region: the memory.
         row: elements of ``dtype`` per partition; on HBM the size of the whole tensor.
-        written: PSUM only, one flag per element: has a matmul written it (see ``isa.matmul``)?
+        written: PSUM only, one flag per byte: has a matmul written it (see ``isa.tensor_engine``)?
+        loop: the device loop whose body allocated it (see ``machine.Core.innermost_loop``); None for arguments.
     """
 
-    __slots__ = ("raw", "region", "dtype", "shape", "row", "name", "written", "writable")
+    __slots__ = ("raw", "region", "dtype", "shape", "row", "name", "written", "writable", "loop")
 
     def __init__(self, raw, region, dtype, shape, name, writable=True):
         self.raw = raw
@@ -50,23 +52,32 @@ class Storage:
         self.shape = shape
         self.row = prod(shape[1:]) if region.on_chip else prod(shape)
         self.name = name
-        self.written = np.zeros(prod(shape), bool) if region is MemoryRegion.psum else None
+        self.written = np.zeros(raw.size, bool) if region is MemoryRegion.psum else None
         self.writable = writable
+        self.loop: object | None = None
 
 
 @dataclass(frozen=True)
 class Indirect:
     """Run-time part of an address: an index read when the instruction runs, times ``scale`` elements."""
 
-    index: Tensor
+    index: Tensor | VirtualRegister
     scale: int
     per_partition: bool
+
+    def scalar(self) -> int:
+        """The one index, read now."""
+        if isinstance(self.index, VirtualRegister):
+            return self.index.read()
+        return int(self.index.array().reshape(-1)[0])
 
 
 class Tensor:
     """A view. ``shape``, ``strides`` and ``offset`` count elements of ``dtype``."""
 
     __slots__ = ("storage", "dtype", "shape", "strides", "offset", "indirect", "_array")
+    # Without this Python would iterate by indexing; NKI has no loop over the elements of a tensor.
+    __iter__ = None
 
     def __init__(self, storage, dtype, shape, strides, offset=0, indirect=None):
         self.storage: Storage = storage
@@ -101,10 +112,6 @@ class Tensor:
         return self.storage.row * dtypes.itemsize(self.storage.dtype) // dtypes.itemsize(self.dtype)
 
     @property
-    def partitions(self) -> int:
-        return self.shape[0]
-
-    @property
     def start_partition(self) -> int:
         return self.offset // self.row if self.row else 0
 
@@ -122,7 +129,7 @@ class Tensor:
         """The NumPy view of a tensor without run-time addressing."""
         if self._array is None:
             if self.indirect is not None:
-                raise NKIError("indirect", f"{self!r} has a run-time address, which only a DMA may use")
+                raise NKIError("indirect", f"{self!r} has a run-time address, which dma_copy and tensor_copy take")
             self._array = self.window(self.shape, self.strides, self.offset)
         return self._array
 
@@ -135,8 +142,73 @@ class Tensor:
         return np.ndarray(shape, dtype, self.storage.raw, offset * size, tuple(s * size for s in strides))
 
     def written(self) -> np.ndarray:
-        """PSUM only: the view of the accumulation flags that matches ``array()``."""
-        return np.ndarray(self.shape, bool, self.storage.written, self.offset, self.strides)
+        """PSUM only: the accumulation flags of ``array()``, with one more dimension: the bytes of an element."""
+        size = dtypes.itemsize(self.dtype)
+        if self.size == 0:
+            return np.empty((*self.shape, size), bool)
+        strides = (*(s * size for s in self.strides), 1)
+        return np.ndarray((*self.shape, size), bool, self.storage.written, self.offset * size, strides)
+
+    def moved(self, skip: bool = False) -> Tensor | None:
+        """The view where its scalar index, read now, puts it; None if that is outside and ``skip``."""
+        if self.indirect is None or self.indirect.per_partition:
+            return self
+        index = self.indirect.scalar()
+        # On chip the index moves along the free dimensions, so the view must stay in its partitions.
+        on_chip = self.buffer.on_chip
+        first = index * self.indirect.scale + (self.offset % self.row if on_chip else self.offset)
+        last = first + self.extent(1 if on_chip else 0)
+        if index < 0 or last >= self.row:
+            if skip:
+                return None
+            raise NKIError("indirect-range", f"index {index} moves {self!r} to element {last} of {self.row}")
+        return Tensor(self.storage, self.dtype, self.shape, self.strides, self.offset + index * self.indirect.scale)
+
+    def extent(self, first_dim: int = 0) -> int:
+        """Distance in elements from the first to the last element, over the dimensions from ``first_dim``."""
+        return sum(s * (n - 1) for s, n in zip(self.strides[first_dim:], self.shape[first_dim:], strict=True))
+
+    def steps(self, first_dim: int = 0) -> tuple[tuple[int, int], ...]:
+        """``(stride, count)`` of the dimensions from ``first_dim``, contiguous ones merged: what hardware walks."""
+        merged: list[tuple[int, int]] = []
+        for stride, count in zip(self.strides[first_dim:], self.shape[first_dim:], strict=True):
+            if count == 1:
+                continue
+            if merged and merged[-1][0] == stride * count:
+                merged[-1] = (stride, merged[-1][1] * count)
+            else:
+                merged.append((stride, count))
+        return tuple(merged)
+
+    def repeats(self, sink: bool = False) -> bool:
+        """Does the pattern hold one element several times? ``sink`` allows it for dimensions of stride 0."""
+        reach = 0
+        steps = sorted(step for step in zip(self.strides, self.shape, strict=True) if step[1] > 1)
+        if sink:
+            steps = [step for step in steps if step[0] != 0]
+        for stride, count in steps:
+            if stride <= reach:
+                break
+            reach += stride * (count - 1)
+        else:
+            return False
+        addresses = np.zeros(1, np.int64)
+        for stride, count in steps:
+            addresses = np.add.outer(addresses, stride * np.arange(count)).reshape(-1)
+        return np.unique(addresses).size != addresses.size
+
+    def overlaps(self, other: Tensor) -> bool:
+        """Do the two share elements? Run-time addresses are not known here: False."""
+        if self.storage is not other.storage or self.indirect is not None or other.indirect is not None:
+            return False
+        return np.shares_memory(self.array(), other.array())
+
+    def conflicts(self, other: Tensor) -> bool:
+        """Do the two share elements other than by being the same elements, each once, in the same order?"""
+        if not self.overlaps(other):
+            return False
+        same = (self.dtype, self.offset, self.steps()) == (other.dtype, other.offset, other.steps())
+        return not same or self.repeats()
 
     # -- views ---------------------------------------------------------------------------------------
 
@@ -148,8 +220,8 @@ class Tensor:
         """
         self._refuse_indirect("indexing")
         keys = list(key) if isinstance(key, tuple) else [key]
-        if Ellipsis in [k for k in keys if not isinstance(k, Tensor)]:
-            at = keys.index(Ellipsis)
+        at = next((i for i, k in enumerate(keys) if k is Ellipsis), None)
+        if at is not None:
             keys[at : at + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
         keys += [slice(None)] * (self.ndim - len(keys))
         if len(keys) != self.ndim:
@@ -161,6 +233,8 @@ class Tensor:
         for dim, (k, size, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
             if isinstance(k, slice):
                 start, stop, step = self._bounds(k, dim)
+                if self.buffer.on_chip and dim == 0 and step != 1:
+                    raise NKIError("partition-step", f"step {step} over the partitions of {self!r}: they are a range")
                 offset += start * stride
                 kept.append((max(0, -(-(stop - start) // step)), stride * step))
             elif isinstance(k, (int, np.integer)) and not isinstance(k, bool):
@@ -178,9 +252,9 @@ class Tensor:
 
     def _bounds(self, key: slice, dim: int) -> tuple[int, int, int]:
         size = self.shape[dim]
-        step = 1 if key.step is None else key.step
-        start = 0 if key.start is None else key.start
-        stop = size if key.stop is None else key.stop
+        step = 1 if key.step is None else integer(key.step, "a slice step")
+        start = 0 if key.start is None else integer(key.start, "a slice start")
+        stop = size if key.stop is None else integer(key.stop, "a slice end")
         start, stop = (v + size if v < 0 else v for v in (start, stop))
         if step < 1 or not 0 <= start <= size or not start <= stop <= size:
             raise NKIError("index", f"index range [{start}, {stop}) step {step} exceeds dimension {dim} of {self!r}")
@@ -189,16 +263,23 @@ class Tensor:
     def reshape(self, shape: Sequence[int]) -> Tensor:
         """The same elements in another shape; on chip the partition dimension stays."""
         self._refuse_indirect("reshape")
-        shape = tuple(shape)
+        shape = _shape(shape)
         if prod(shape) != self.size:
             raise NKIError("reshape", f"{self!r} has {self.size} elements, shape {shape} has {prod(shape)}")
         if self.buffer.on_chip and shape[0] != self.shape[0]:
             raise NKIError("reshape", f"the partition dimension of {self!r} cannot become {shape[0]}")
+        if self.buffer.on_chip and len(shape) < 2:
+            raise NKIError("on-chip-rank", f"{self.buffer.value} tensors have at least 2 dimensions, got {shape}")
         first = 1 if self.buffer.on_chip else 0
-        if self.strides[first:] != row_major(self.shape[first:]):
+        if not self._contiguous(first):
             raise NKIError("reshape", f"{self!r} with strides {self.strides} is not contiguous")
         strides = self.strides[:first] + row_major(shape[first:])
         return Tensor(self.storage, self.dtype, shape, strides, self.offset)
+
+    def _contiguous(self, first_dim: int) -> bool:
+        """Are the dimensions from ``first_dim`` row-major without holes?"""
+        steps = self.steps(first_dim)
+        return self.size == 0 or steps == () or (len(steps) == 1 and steps[0][0] == 1)
 
     def ap(self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0, dtype=None):
         """An explicit access pattern of the storage: ``[[stride, count], ...]``, outermost first.
@@ -207,7 +288,7 @@ class Tensor:
             pattern: strides and counts in elements of ``dtype``. On chip the first pair is the partition
                 step, ``[elements per partition, partitions]``.
             offset: first element, from the start of the storage; None takes the view's own.
-            scalar_offset: a one-element SBUF tensor, read when the instruction runs; its value times the
+            scalar_offset: a register or a one-element SBUF tensor, read when the instruction runs; its value times the
                 size of what lies right of ``indirect_dim`` is added to every address.
             vector_offset: ``[P, 1]`` int32 or uint32 in SBUF; partition p starts at row ``vector_offset[p]``
                 of the tensor, and the first stride of the pattern is not used. HBM only, ``indirect_dim`` 0.
@@ -223,30 +304,50 @@ class Tensor:
             base = Tensor(self.storage, dtypes.name_of(dtype), self.shape, self.strides, self.offset)
             if base.offset:
                 raise NKIError("ap-offset", f"dtype= on a view that starts at element {self.offset}")
-        start = self.offset if offset is None else offset
-        strides = tuple(int(s) for s, _ in pattern)
-        counts = tuple(int(n) for _, n in pattern)
+            if self.row * dtypes.itemsize(self.dtype) % dtypes.itemsize(base.dtype):
+                raise NKIError("ap-dtype", f"{self.row} elements of {self.dtype} are no whole number of {base.dtype}")
+        start = self.offset if offset is None else integer(offset, "offset")
+        try:
+            pairs = [(stride, count) for stride, count in pattern]
+        except (TypeError, ValueError):
+            raise NKIError("ap", f"a pattern is [[stride, count], ...], not {pattern!r}") from None
+        strides = tuple(integer(stride, "a stride of the pattern") for stride, _ in pairs)
+        counts = tuple(integer(count, "a count of the pattern") for _, count in pairs)
         if not counts or any(n < 0 for n in counts) or any(s < 0 for s in strides) or start < 0:
             raise NKIError("ap", f"pattern {pattern} at offset {start}: counts, strides and offset are >= 0")
 
         if scalar_offset is not None and vector_offset is not None:
             raise NKIError("indirect", "scalar_offset and vector_offset exclude each other")
         indirect = None
+        if scalar_offset is not None or vector_offset is not None:
+            if not 0 <= integer(indirect_dim, "indirect_dim") < self.ndim:
+                raise NKIError("indirect", f"indirect_dim {indirect_dim} of {self!r}")
+            if not self._contiguous(1 if self.buffer.on_chip else 0):
+                raise NKIError("indirect", f"an index counts rows of a whole tensor, {self!r} is a part of one")
+            if dtypes.itemsize(base.dtype) != dtypes.itemsize(self.dtype):
+                # In which dtype the index would count is not documented.
+                raise NKIError("indirect", f"a run-time index into {self!r} with dtype={base.dtype}")
         if vector_offset is not None:
+            _check_index(vector_offset, "vector_offset")
             if self.buffer.on_chip or indirect_dim != 0:
                 raise NKIError(
                     "indirect",
                     f"vector_offset needs a tensor in HBM and indirect_dim 0, got {self!r}, dim {indirect_dim}",
                 )
-            if vector_offset.size != counts[0]:
-                raise NKIError("indirect", f"vector_offset has {vector_offset.size} indices for {counts[0]} partitions")
+            if vector_offset.shape[0] != counts[0] or vector_offset.free_size != 1:
+                raise NKIError(
+                    "indirect",
+                    f"vector_offset is ({counts[0]}, 1) for this pattern, its shape is {vector_offset.shape}",
+                )
             indirect = Indirect(vector_offset, prod(self.shape[1:]), True)
         elif scalar_offset is not None:
+            if not isinstance(scalar_offset, VirtualRegister):
+                _check_index(scalar_offset, "scalar_offset")
+                if scalar_offset.size != 1:
+                    raise NKIError("indirect", f"scalar_offset is one element, its shape is {scalar_offset.shape}")
             if self.buffer.on_chip and indirect_dim == 0:
                 raise NKIError("indirect", f"scalar_offset cannot move the partitions of {self!r}")
             indirect = Indirect(scalar_offset, prod(self.shape[indirect_dim + 1 :]), False)
-        if indirect is not None:
-            _check_index(indirect.index)
         view = Tensor(base.storage, base.dtype, counts, strides, start, indirect)
         view._check_pattern()
         return view
@@ -256,8 +357,8 @@ class Tensor:
         row, size = self.row, self.row * (self.storage.shape[0] if self.buffer.on_chip else 1)
         if 0 in self.shape:
             return
-        free = sum(s * (n - 1) for s, n in zip(self.strides[1:], self.shape[1:], strict=True))
-        if self.buffer.on_chip:
+        free = self.extent(1)
+        if self.buffer.on_chip and row:
             if self.strides[0] != row and self.shape[0] > 1:
                 raise NKIError(
                     "ap",
@@ -287,19 +388,33 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _check_index(index) -> None:
+def integer(value, what: str) -> int:
+    """``value`` as an int. A bool or a float here is a slip that Python would let pass."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    raise NKIError("integer", f"{what} is an integer, not {value!r}")
+
+
+def _shape(shape) -> tuple[int, ...]:
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise NKIError("shape", f"a shape is a tuple of sizes, not {shape!r}")
+    shape = tuple(integer(n, "a size of the shape") for n in shape)
+    if min(shape) < 0:
+        raise NKIError("shape", f"shape {shape}: sizes are >= 0")
+    return shape
+
+
+def _check_index(index, what: str) -> None:
     if not isinstance(index, Tensor) or index.buffer is not MemoryRegion.sbuf:
-        raise NKIError("indirect", f"an index lives in SBUF, got {index!r}")
+        raise NKIError("index-operand", f"{what} is a tensor in SBUF, got {index!r}")
     if index.dtype not in ("int32", "uint32"):
-        raise NKIError("indirect", f"an index is int32 or uint32, got {index.dtype}")
+        raise NKIError("index-operand", f"{what} is int32 or uint32, got {index.dtype}")
 
 
 def allocate(shape, dtype, region: MemoryRegion, name: str = "") -> Tensor:
     """A fresh tensor, poisoned (NaN, integers 4)."""
-    shape = tuple(int(n) for n in shape)
+    shape = _shape(shape)
     dtype = dtypes.name_of(dtype)
-    if any(n < 0 for n in shape) or not shape:
-        raise NKIError("shape", f"shape {shape}")
     if region.on_chip:
         _check_on_chip(shape, dtype, region)
     count = prod(shape)
@@ -327,6 +442,6 @@ def _check_on_chip(shape, dtype, region) -> None:
     limit = chip.psum_bytes if region is MemoryRegion.psum else chip.sbuf_usable_bytes
     if row_bytes > limit:
         raise NKIError(
-            f"{region.value}-capacity",
-            f"{row_bytes} bytes per partition for {shape} {dtype}, the limit is {limit}",
+            "capacity",
+            f"{row_bytes} bytes of {region.value} per partition for {shape} {dtype}, the limit is {limit}",
         )

@@ -1,6 +1,7 @@
 """``nki.isa``: instructions, one file per kind (each registers itself in ``emulator.table``), and enums."""
 
 from ..machine import core as _core
+from ..registers import VirtualRegister
 from .data_movement import dma_copy
 from .elementwise import (
     activation,
@@ -13,6 +14,7 @@ from .elementwise import (
     tensor_tensor,
 )
 from .enums import dge_mode, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
+from .registers import register_alloc, register_load, register_move, register_store
 from .tensor_engine import nc_matmul, nc_transpose
 
 tensor_engine, vector_engine, scalar_engine = engine.tensor, engine.vector, engine.scalar
@@ -25,6 +27,7 @@ def get_nc_version() -> nc_version:
 
 
 __all__ = [
+    "VirtualRegister",
     "activation",
     "dge_mode",
     "dma_copy",
@@ -39,6 +42,10 @@ __all__ = [
     "nc_version",
     "oob_mode",
     "reduce_cmd",
+    "register_alloc",
+    "register_load",
+    "register_move",
+    "register_store",
     "scalar_engine",
     "scalar_tensor_tensor",
     "tensor_copy",

@@ -6,7 +6,6 @@ import numpy as np
 
 from .. import dtypes
 from ..errors import NKIError
-from ..machine import core
 from ..table import instruction
 from ..tensor import MemoryRegion, Tensor
 from . import operands
@@ -19,18 +18,26 @@ def _check_dma_copy(dst, src, oob_mode=OobMode.error, dge_mode=DgeMode.unknown, 
     for what, t in (("dst", operands.tensor(dst, "dst")), ("src", operands.tensor(src, "src"))):
         if t.buffer is MemoryRegion.psum:
             raise NKIError("buffer", f"{what} is in PSUM, which a DMA does not reach")
-        if t.buffer.on_chip and t.shape[0] > core().target.partitions:
-            raise NKIError("partition-limit", f"{what} has {t.shape[0]} partitions")
     if dst.size != src.size:
         raise NKIError("elements-differ", f"src has {src.size} elements {src.shape}, dst has {dst.size} {dst.shape}")
     if not dst.storage.writable:
         raise NKIError("read-only", f"dst is the kernel argument {dst.name!r}, which this launch may not write")
-    if engine not in (Engine.unknown, Engine.sync, Engine.scalar, Engine.gpsimd):
-        raise NKIError("engine", f"engine {engine.name} starts no DMA; it is sync, scalar or gpsimd")
+    if dst.repeats():
+        raise NKIError("dst-overlap", f"dst writes one element several times: strides {dst.strides} of {dst.shape}")
+    indirect = [t.indirect for t in (dst, src) if t.indirect is not None]
+    if not isinstance(dge_mode, DgeMode):
+        raise NKIError("dge-mode", f"dge_mode is a nisa.dge_mode, not {dge_mode!r}")
+    operands.one_of_engines(engine, Engine.sync, Engine.scalar)
+    if engine is not Engine.unknown and dge_mode is not DgeMode.hwdge:
+        raise NKIError(
+            "dge-mode", f"engine {engine.name} starts the descriptors of hwdge only, dge_mode is {dge_mode.name}"
+        )
+    if dge_mode is DgeMode.none and indirect:
+        raise NKIError("dge-mode", "dge_mode none has static descriptors, a run-time address needs swdge or hwdge")
     if dge_mode is DgeMode.hwdge:
         if src.dtype != dst.dtype:
             raise NKIError("dtype", f"hwdge does not convert, src is {src.dtype} and dst {dst.dtype}")
-        if any(t.indirect is not None and t.indirect.per_partition for t in (dst, src)):
+        if any(address.per_partition for address in indirect):
             raise NKIError("dge-mode", "hwdge does not gather or scatter; vector_offset needs swdge")
     if not isinstance(oob_mode, OobMode):
         raise NKIError("oob-mode", f"oob_mode is nisa.oob_mode.error or skip, not {oob_mode!r}")
@@ -46,52 +53,41 @@ def dma_copy(dst, src, oob_mode=OobMode.error, dge_mode=DgeMode.unknown, engine=
     With ``scalar_offset`` or ``vector_offset`` in a pattern the address is read at run time. An index outside
     the tensor is an error, or with ``oob_mode.skip`` leaves the destination of that index as it was.
     """
+    if dst.size == 0:
+        return
     skip = oob_mode is OobMode.skip
-    source, source_valid = _resolve(src, skip)
-    target, target_valid = _resolve(dst, skip)
-    if source is None or target is None:
+    src, dst = src.moved(skip), dst.moved(skip)
+    if src is None or dst is None:
         return
-    if source_valid is None and target_valid is None:
-        _convert(target if isinstance(target, np.ndarray) else dst.array(), source)
-        return
-    _convert_rows(dst, target, target_valid, src, source, source_valid)
+    operands.no_alias(dst, src=src)
+    source, target = _resolve(src, skip), _resolve(dst, skip)
+    if isinstance(source, _Rows) or isinstance(target, _Rows):
+        _convert_rows(target, source)
+    else:
+        _convert(target, source)
 
 
 class _Rows:
-    """Rows of a tensor picked by index: ``array[index[p]]`` is what partition p moves."""
+    """Rows of a tensor picked by index: partition p moves ``array[index[p]]``, where ``inside[p]``."""
 
-    def __init__(self, array: np.ndarray, index: np.ndarray):
+    def __init__(self, array: np.ndarray, index: np.ndarray, inside: np.ndarray):
         self.array = array
         self.index = index
+        self.inside = inside
 
 
 def _resolve(t: Tensor, skip: bool):
-    """The elements of a pattern: an array, or ``_Rows`` with the mask of the indices that are inside.
-
-    None when a scalar index is outside and skipped.
-    """
+    """The elements of a pattern: an array, or ``_Rows`` of a gather or scatter."""
     if t.indirect is None:
-        return t.array(), None
+        return t.array()
     index = t.indirect.index.array().reshape(-1).astype(np.int64)
-    size = t.row * (t.storage.shape[0] if t.buffer.on_chip else 1)
-    extent = sum(s * (n - 1) for s, n in zip(t.strides[1:], t.shape[1:], strict=True))
-    if not t.indirect.per_partition:
-        # On chip the index moves along the free dimensions, so it must not leave the partition.
-        end = t.row - (t.offset % t.row) if t.buffer.on_chip else size - t.offset
-        extent += 0 if t.buffer.on_chip else t.strides[0] * (t.shape[0] - 1)
-        moved = int(index[0]) * t.indirect.scale
-        if index[0] < 0 or moved + extent >= end:
-            if skip:
-                return None, None
-            raise NKIError("indirect-range", f"index {index[0]} moves the pattern outside {t!r}")
-        return t.window(t.shape, t.strides, t.offset + moved), None
-    rows = max(0, (size - t.offset - extent - 1) // t.indirect.scale + 1) if t.size else 0
-    valid = (index >= 0) & (index < rows)
-    if not valid.all() and not skip:
-        bad = index[~valid][0]
+    rows = max(0, (t.row - t.offset - t.extent(1) - 1) // t.indirect.scale + 1)
+    inside = (index >= 0) & (index < rows)
+    if not inside.all() and not skip:
+        bad = index[~inside][0]
         raise NKIError("indirect-range", f"index {bad} of {t.name or 'the tensor'} is outside its {rows} rows")
     array = t.window((rows, *t.shape[1:]), (t.indirect.scale, *t.strides[1:]), t.offset)
-    return _Rows(array, index), valid
+    return _Rows(array, index, inside)
 
 
 def _convert(dst: np.ndarray, src: np.ndarray) -> None:
@@ -104,31 +100,26 @@ def _convert(dst: np.ndarray, src: np.ndarray) -> None:
         dtypes.store(dst, dtypes.to_float32(src))
 
 
-def _convert_rows(dst, target, target_valid, src, source, source_valid) -> None:
+def _convert_rows(target, source) -> None:
     """A DMA with a gather, a scatter or both: row p moves where the indices of both sides are inside."""
-    count = (src if source_valid is not None else dst).shape[0]
-    valid = np.ones(count, bool)
-    for mask in (source_valid, target_valid):
-        if mask is not None:
-            if mask.size != count:
-                raise NKIError("indirect", f"gather of {count} rows into a scatter of {mask.size}")
-            valid &= mask
-
-    def rows(side):
-        return side.array[side.index[valid]] if isinstance(side, _Rows) else side.reshape(count, -1)[valid]
-
-    moved = rows(source)
+    picked = [side for side in (target, source) if isinstance(side, _Rows)]
+    count = picked[0].index.size
+    moves = np.ones(count, bool)
+    for side in picked:
+        if side.index.size != count:
+            raise NKIError("indirect", f"gather of {side.index.size} rows into a scatter of {count}")
+        moves &= side.inside
+    moved = source.array[source.index[moves]] if isinstance(source, _Rows) else source.reshape(count, -1)[moves]
     if isinstance(target, _Rows):
         values = np.empty((len(moved), *target.array.shape[1:]), target.array.dtype)
         _convert(values, moved)
-        target.array[target.index[valid]] = values
-        return
-    whole = target.shape[0] == count
-    if valid.all():
+        target.array[target.index[moves]] = values
+    elif moves.all():
         _convert(target, moved)
-    elif whole:
-        values = np.empty((len(moved), *target.shape[1:]), target.dtype)
-        _convert(values, moved)
-        target[valid] = values
     else:
-        raise NKIError("indirect", f"skipped rows need a dst of {count} rows, its shape is {dst.shape}")
+        # The shape of dst need not have one row per index: skip in a flat copy, and write that back.
+        rows = target.reshape(count, -1).copy()
+        values = np.empty((len(moved), rows.shape[1]), rows.dtype)
+        _convert(values, moved)
+        rows[moves] = values
+        target[...] = rows.reshape(target.shape)

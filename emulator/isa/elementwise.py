@@ -14,7 +14,7 @@ from .. import dtypes
 from ..errors import NKIError
 from ..operators import Op
 from ..table import instruction
-from ..tensor import Tensor
+from ..tensor import Tensor, integer
 from . import operands
 from .enums import engine as Engine
 from .enums import reduce_cmd as ReduceCmd
@@ -28,12 +28,20 @@ def _alu(op, what: str, dst: Tensor, *inputs) -> Op:
     if not isinstance(op, Op) or op.alu is None:
         raise NKIError("op", f"{what} is an ALU operator such as nl.add, not {op!r}")
     if op.kind == "bitvec":
+        size = dtypes.itemsize(dst.dtype)
+        bits = 8 * size
         for t in (dst, *inputs):
-            if isinstance(t, Tensor) and not dtypes.is_integer(t.dtype):
-                raise NKIError("bitvec-dtype", f"{op!r} acts on integers, {t!r} is {t.dtype}")
-            if isinstance(t, float):
-                raise NKIError("bitvec-dtype", f"{op!r} acts on integers, got {t}")
+            if isinstance(t, Tensor):
+                if not dtypes.is_integer(t.dtype) or dtypes.itemsize(t.dtype) != size:
+                    raise NKIError("bitvec-dtype", f"{op!r} acts on raw integers of {size} bytes, {t!r} is {t.dtype}")
+            elif not isinstance(t, (int, np.integer)) or not -(1 << (bits - 1)) <= t < 1 << bits:
+                raise NKIError("bitvec-dtype", f"{op!r} acts on integers of {bits} bits, got {t!r}")
     return op
+
+
+def _two_operands(op: Op, what: str) -> None:
+    if op.unary:
+        raise NKIError("op", f"{what} {op!r} has one operand; here it takes two tensors")
 
 
 def _not_both_psum(a: Tensor, b: Tensor, names: str) -> None:
@@ -48,18 +56,31 @@ def _check_memset(dst, value, engine=Engine.unknown, name=None):
     operands.destination(dst)
     operands.one_of_engines(engine, *_COMPUTE)
     operands.no_psum_on_gpsimd(engine, dst)
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+    if not operands.is_number(value) and not (dst.dtype == "bool" and isinstance(value, bool)):
         raise NKIError("immediate", f"value is a number, not {type(value).__name__}")
+    if dst.dtype == "bool" and value not in (0, 1):
+        raise NKIError("immediate", f"value {value!r} into bool: 0 or 1 is needed")
+    stored = _immediate(value, dst.dtype)
     if dtypes.is_integer(dst.dtype):
-        info = np.iinfo(dtypes.NUMPY[dst.dtype])
-        if not isinstance(value, (int, np.integer)) or not info.min <= value <= info.max:
-            raise NKIError("immediate", f"value {value!r} into {dst.dtype}: an integer in range is needed")
+        if not isinstance(value, (int, np.integer)) or stored != value:
+            # An immediate travels in fp32: above 2**24 not every integer arrives.
+            raise NKIError("immediate", f"value {value!r} into {dst.dtype}: an integer in range and exact in fp32")
+    elif dst.dtype.startswith("float8") and np.isfinite(value) and not np.isfinite(stored.astype(np.float32)):
+        raise NKIError("immediate", f"value {value!r} overflows {dst.dtype}, what that stores is not documented")
+
+
+def _immediate(value, dtype: str):
+    """``value`` as fp32, then as ``dtype``."""
+    stored = np.empty((), dtypes.NUMPY[dtype])
+    with np.errstate(over="ignore"):
+        dtypes.store(stored, np.float32(value))
+    return stored
 
 
 @instruction(_check_memset)
 def memset(dst, value, engine=Engine.unknown, name=None):
     """Fill ``dst`` with a number."""
-    dst.array()[...] = value
+    dst.array()[...] = _immediate(value, dst.dtype)
 
 
 def _check_tensor_copy(dst, src, engine=Engine.unknown, name=None):
@@ -71,9 +92,15 @@ def _check_tensor_copy(dst, src, engine=Engine.unknown, name=None):
 
 @instruction(_check_tensor_copy)
 def tensor_copy(dst, src, engine=Engine.unknown, name=None):
-    """``dst = src`` on chip: the bits where the dtypes agree, else through fp32."""
+    """``dst = src`` on chip: the bits where the dtypes agree, else through fp32.
+
+    Either side may have a ``scalar_offset``.
+    """
+    if dst.indirect is not None or src.indirect is not None:
+        dst, src = dst.moved(), src.moved()
+        operands.no_alias(dst, src=src)
     if dst.dtype == src.dtype:
-        dst.array()[...] = operands.like(src.array(), dst)
+        operands.write(dst, operands.like(src.array(), dst))
     else:
         operands.write(dst, operands.read(src, dst))
 
@@ -86,11 +113,13 @@ def _check_tensor_tensor(dst, data1, data2, op, engine=Engine.unknown, name=None
     a, b = operands.on_chip(data1, "data1"), operands.on_chip(data2, "data2")
     operands.same_shape(dst, data1=a, data2=b)
     _not_both_psum(a, b, "data1 and data2")
-    _alu(op, "op", dst, a, b)
+    _two_operands(_alu(op, "op", dst, a, b), "op")
     operands.one_of_engines(engine, Engine.vector, Engine.gpsimd)
+    if op.name == "power":
+        if engine is Engine.vector:
+            raise NKIError("engine", "nl.power of two tensors runs on GpSimd only")
+        engine = Engine.gpsimd
     operands.no_psum_on_gpsimd(engine, dst, a, b)
-    if op.name == "power" and engine is Engine.vector:
-        raise NKIError("engine", "nl.power of two tensors runs on GpSimd only")
 
 
 @instruction(_check_tensor_tensor)
@@ -106,9 +135,14 @@ def tensor_tensor(dst, data1, data2, op, engine=Engine.unknown, name=None):
         and engine is not Engine.vector
         and PSUM not in (dst.buffer, data1.buffer, data2.buffer)
     )
-    if exact or op.kind == "bitvec":
-        values = op.alu(operands.like(data1.array(), dst), operands.like(data2.array(), dst))
-        dst.array()[...] = values
+    if op.kind == "bitvec":
+        a, b = (dtypes.raw(operands.like(t.array(), dst)) for t in (data1, data2))
+        operands.write(dst, op.alu(a, b).view(dst.array().dtype))
+    elif exact:
+        a, b = (operands.like(t.array(), dst) for t in (data1, data2))
+        if op.name == "power" and (b < 0).any():
+            raise NKIError("int-power", f"{dst.dtype} to the power of {b.min()} is no integer")
+        operands.write(dst, op.alu(a, b))
     else:
         operands.binary(dst, op.alu, operands.read(data1, dst), operands.read(data2, dst))
 
@@ -129,9 +163,14 @@ def _check_tensor_scalar(
     operands.same_shape(dst, data=operands.on_chip(data, "data"))
     operands.one_of_engines(engine, *_COMPUTE)
     operands.no_psum_on_gpsimd(engine, dst, data)
-    stages = [(op0, operand0, "0")] + ([(op1, operand1, "1")] if op1 is not None else [])
-    for op, operand, index in stages:
+    stages = [(op0, operand0, reverse0)] + ([(op1, operand1, reverse1)] if op1 is not None else [])
+    for index, (op, operand, reverse) in enumerate(stages):
         _alu(op, f"op{index}", dst, data, operand)
+        if op.unary and reverse:
+            raise NKIError("op", f"reverse{index} with {op!r}, which has one operand")
+        bits = 8 * dtypes.itemsize(dst.dtype)
+        if op.name.endswith("_shift") and not isinstance(operand, Tensor) and not reverse and not 0 <= operand < bits:
+            raise NKIError("shift", f"{op!r} by {operand}; {dst.dtype} has {bits} bits")
         operands.column(operand, f"operand{index}", dst, float32=op.kind == "arithmetic")
     if op1 is None and operand1 is not None:
         raise NKIError("op", f"operand1={operand1!r} without op1")
@@ -162,11 +201,13 @@ def tensor_scalar(
     ``reverse`` swaps the sides of its operator.
     """
     if op0.kind == "bitvec":
-        values = operands.like(data.array(), dst)
-        scalar = _integer_column
-    else:
-        values = operands.read(data, dst)
-        scalar = operands.read_column
+        values = dtypes.raw(operands.like(data.array(), dst))
+        values = _apply(op0, values, _raw_column(operand0, dst), reverse0)
+        if op1 is not None:
+            values = _apply(op1, values, _raw_column(operand1, dst), reverse1)
+        operands.write(dst, values.view(dst.array().dtype))
+        return
+    values, scalar = operands.read(data, dst), operands.read_column
     if op1 is not None:
         with np.errstate(all="ignore"):
             values = _apply(op0, values, scalar(operand0, dst), reverse0)
@@ -175,10 +216,12 @@ def tensor_scalar(
     operands.binary(dst, op0.alu, *((operand, values) if reverse0 else (values, operand)))
 
 
-def _integer_column(value, dst: Tensor):
+def _raw_column(value, dst: Tensor):
+    """An integer immediate or column as raw bits of the width of ``dst``."""
     if isinstance(value, Tensor):
-        return value.array().reshape((dst.shape[0],) + (1,) * (len(dst.shape) - 1))
-    return value
+        return dtypes.raw(value.array()).reshape((dst.shape[0],) + (1,) * (len(dst.shape) - 1))
+    bits = 8 * dtypes.itemsize(dst.dtype)
+    return np.dtype(f"u{bits // 8}").type(int(value) % (1 << bits))
 
 
 def _apply(op: Op, a, b, reverse: bool):
@@ -193,6 +236,9 @@ def _check_scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse
     for op, what in ((op0, "op0"), (op1, "op1")):
         if _alu(op, what, dst).kind == "bitvec":
             raise NKIError("op", f"{what} {op!r}: only arithmetic operators")
+    _two_operands(op1, "op1")
+    if op0.unary and reverse0:
+        raise NKIError("op", f"reverse0 with {op0!r}, which has one operand")
     operands.column(operand0, "operand0", dst)
 
 
@@ -246,7 +292,7 @@ def activation(
 def _reduced_axes(data: Tensor, axis) -> tuple[int, ...]:
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     wanted = tuple(range(data.ndim - len(axes), data.ndim))
-    if 0 in axes or tuple(sorted(axes)) != wanted:
+    if not axes or 0 in axes or tuple(sorted(axes)) != wanted:
         raise NKIError(
             "reduce-axis",
             f"axis {axis} of {data.shape}: the last contiguous free dimensions only, here {wanted}",
@@ -261,6 +307,8 @@ def _check_tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name
         raise NKIError("op", f"{op!r} is no reduction")
     if negate and op.kind == "bitvec":
         raise NKIError("op", f"negate with {op!r}")
+    if dst.free_size > 1:  # a single result is written after everything was read
+        operands.no_alias(dst, data=data)
     kept = prod(data.shape[1 : data.ndim - len(_reduced_axes(data, axis))])
     if dst.shape[0] != data.shape[0] or dst.free_size != kept:
         raise NKIError("elements-differ", f"dst {dst.shape} does not hold {kept} results of {data.shape[0]} partitions")
@@ -269,9 +317,13 @@ def _check_tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name
 @instruction(_check_tensor_reduce)
 def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
     """Reduce the last free dimensions of ``data``, numbered by ``axis`` on ``data``. Vector engine."""
-    values = data.array() if op.kind == "bitvec" else dtypes.to_float32(data.array())
-    reduce = getattr(op.alu, "reduce", None)
     axes = _reduced_axes(data, axis)
+    if op.kind == "bitvec":
+        values = op.alu.reduce(dtypes.raw(data.array()), axis=axes)
+        operands.write(dst, operands.like(values.view(dst.array().dtype), dst))
+        return
+    values = dtypes.to_float32(data.array())
+    reduce = getattr(op.alu, "reduce", None)
     if reduce is None:  # logical operators: their result is 1.0 or 0.0
         values = getattr(np, op.name).reduce(values != 0, axis=axes).astype(np.float32)
     elif op.name == "subtract":
@@ -285,9 +337,20 @@ def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
 
 def _check_iota(dst, pattern, offset=0, channel_multiplier=0, name=None):
     operands.destination(dst, (SBUF,))
+    if not isinstance(pattern, (tuple, list)) or not all(isinstance(p, (tuple, list)) and len(p) == 2 for p in pattern):
+        raise NKIError("iota", f"a pattern is [[step, count], ...], not {pattern!r}")
     if not 1 <= len(pattern) <= 4:
         raise NKIError("iota", f"pattern {pattern} has {len(pattern)} dimensions, the limit is 4")
-    count = prod(n for _, n in pattern)
+    # Lowest and highest value: offset and steps, each at the end where it counts.
+    low = high = integer(offset, "offset")
+    steps = [(integer(step, "a step"), integer(count, "a count")) for step, count in pattern]
+    for step, count in [*steps, (integer(channel_multiplier, "channel_multiplier"), dst.shape[0])]:
+        if count < 1:
+            raise NKIError("iota", f"pattern {pattern}: counts are positive")
+        low, high = low + min(0, step * (count - 1)), high + max(0, step * (count - 1))
+    if low < -(2**31) or high >= 2**31:
+        raise NKIError("iota", f"values from {low} to {high} leave int32, in which GpSimd computes them")
+    count = prod(count for _, count in steps)
     if count != dst.free_size:
         raise NKIError("elements-differ", f"pattern {pattern} makes {count} values, dst holds {dst.free_size}")
 

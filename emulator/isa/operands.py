@@ -31,8 +31,6 @@ def on_chip(value, what: str, regions=(SBUF, PSUM)) -> Tensor:
         raise NKIError("buffer", f"{what} must be in {names}, it is in {t.buffer.value}")
     chip = core().target
     count = t.shape[0]
-    if count > chip.partitions:
-        raise NKIError("partition-limit", f"{what} has {count} partitions, the limit is {chip.partitions}")
     start = t.start_partition
     if start and start % (32 if count <= 32 else 64 if count <= 64 else 128):
         raise NKIError(
@@ -45,20 +43,31 @@ def on_chip(value, what: str, regions=(SBUF, PSUM)) -> Tensor:
     limit = chip.psum_elements if t.storage.region is PSUM else chip.sbuf_elements
     if t.free_size > limit:
         raise NKIError("free-size", f"{what} has {t.free_size} elements per partition, the limit is {limit}")
+    if max(t.strides[1:], default=0) > chip.max_stride:
+        stride = max((stride for stride, _ in t.steps(1)), default=0)
+        if stride > chip.max_stride:
+            raise NKIError("stride", f"{what} steps over {stride} elements, the limit is {chip.max_stride}")
     return t
 
 
-def destination(value, regions=(SBUF, PSUM), what: str = "dst") -> Tensor:
-    """``value`` as the result of a compute engine."""
-    t = on_chip(value, what, regions)
-    if 0 in t.strides and any(s == 0 and n > 1 for s, n in zip(t.strides, t.shape, strict=True)):
-        # nki-library uses a stride-0 dst as a sink; the last element written stays.
-        raise NKIError("dst-overlap", f"{what} writes one element several times (stride 0 in {t.strides})")
+def destination(value, regions=(SBUF, PSUM), sink: bool = True) -> Tensor:
+    """``value`` as the result of a compute engine. ``sink``: a stride of 0 is legal, the last element stays."""
+    t = on_chip(value, "dst", regions)
+    if t.repeats(sink):
+        raise NKIError("dst-overlap", f"dst writes one element several times: strides {t.strides} of {t.shape}")
     return t
+
+
+def no_alias(dst: Tensor, **sources: Tensor) -> None:
+    """In place means the same elements in the same order; any other overlap depends on the engine's timing."""
+    for what, t in sources.items():
+        if dst.conflicts(t):
+            raise NKIError("alias", f"dst {dst!r} overlaps {what} {t!r} of the same memory in another order")
 
 
 def same_shape(dst: Tensor, **sources: Tensor) -> None:
     """Equal partitions and equal elements per partition; there is no broadcasting between operands."""
+    no_alias(dst, **sources)
     for what, t in sources.items():
         if t.shape[0] != dst.shape[0]:
             raise NKIError("partitions-differ", f"{what} has {t.shape[0]} partitions, dst has {dst.shape[0]}")
@@ -78,12 +87,18 @@ def column(value, what: str, dst: Tensor, float32: bool = True) -> None:
             raise NKIError("column", f"{what} is a number or a ({dst.shape[0]}, 1) tile, its shape is {t.shape}")
         if float32 and t.dtype != "float32":
             raise NKIError("column-dtype", f"{what} must be float32, it is {t.dtype}")
-    elif not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+    elif not is_number(value):
         raise NKIError("column", f"{what} is a number or a ({dst.shape[0]}, 1) tile, not {type(value).__name__}")
 
 
+def is_number(value) -> bool:
+    """Can ``value`` be an immediate?"""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
 def one_of_engines(engine, *allowed: Engine) -> None:
-    if engine is not Engine.unknown and engine not in allowed:
+    # An int equals a member of the enumeration, but NKI refuses it.
+    if not isinstance(engine, Engine) or (engine is not Engine.unknown and engine not in allowed):
         names = ", ".join(e.name for e in allowed)
         raise NKIError("engine", f"engine {getattr(engine, 'name', engine)} cannot do this; it is one of {names}")
 
@@ -107,17 +122,26 @@ def read_column(value, dst: Tensor):
     """An immediate as fp32, or a column that broadcasts over the free dimensions of ``dst``."""
     if isinstance(value, Tensor):
         return dtypes.to_float32(value.array()).reshape((dst.shape[0],) + (1,) * (len(dst.shape) - 1))
-    return np.float32(value)
+    with np.errstate(over="ignore"):
+        return np.float32(value)
+
+
+def _is_sink(t: Tensor) -> bool:
+    return 0 in t.strides and any(s == 0 and n > 1 for s, n in zip(t.strides, t.shape, strict=True))
 
 
 def write(dst: Tensor, values: np.ndarray) -> None:
     """Convert once and store."""
-    dtypes.store(dst.array(), values)
+    array = dst.array()
+    if _is_sink(dst):
+        last = tuple(slice(-1, None) if s == 0 else slice(None) for s in dst.strides)
+        array, values = array[last], values[last]
+    dtypes.store(array, values)
 
 
 def binary(dst: Tensor, ufunc, a, b) -> None:
     """``dst = ufunc(a, b)`` in fp32; without a temporary where dst is fp32."""
-    if dst.dtype == "float32" and isinstance(ufunc, np.ufunc):
+    if dst.dtype == "float32" and isinstance(ufunc, np.ufunc) and not _is_sink(dst):
         with np.errstate(all="ignore"):
             ufunc(a, b, out=dst.array())
     else:

@@ -16,17 +16,28 @@ from .operands import PSUM, SBUF
 
 
 def _one_bank(dst: Tensor) -> None:
-    """The result of the Tensor engine fits one PSUM bank."""
+    """The result of the Tensor engine starts aligned and fits one PSUM bank."""
+    if dst.size == 0:
+        return
     size = dtypes.itemsize(dst.dtype)
-    bank = core().target.psum_bank_bytes
+    bank, alignment = core().target.psum_bank_bytes, core().target.psum_alignment
     first = dst.offset % dst.row * size
-    extent = sum(s * (n - 1) for s, n in zip(dst.strides[1:], dst.shape[1:], strict=True))
-    last = first + (extent + 1) * size - 1
+    last = first + (dst.extent(1) + 1) * size - 1
+    if first % alignment:
+        raise NKIError(
+            "psum-alignment", f"dst starts at byte {first} of a partition, it must be a multiple of {alignment}"
+        )
     if first // bank != last // bank:
         raise NKIError(
             "psum-bank",
             f"dst covers bytes {first} to {last} of a partition; it must stay in one bank of {bank} bytes",
         )
+
+
+def _same_loop(dst: Tensor) -> None:
+    """What one iteration of a device loop leaves for the next lives in SBUF or HBM, never in PSUM."""
+    if dst.storage.loop is not core().innermost_loop:
+        raise NKIError("psum-loop", f"{dst!r} was allocated outside the device loop whose body writes it")
 
 
 def _check_nc_matmul(
@@ -43,7 +54,8 @@ def _check_nc_matmul(
     name=None,
 ):
     chip = core().target
-    operands.destination(dst, (PSUM,))
+    operands.destination(dst, (PSUM,), sink=False)
+    _same_loop(dst)
     a, b = operands.on_chip(stationary, "stationary", (SBUF,)), operands.on_chip(moving, "moving", (SBUF,))
     if a.shape[0] != b.shape[0]:
         raise NKIError("matmul-contraction", f"stationary has {a.shape[0]} partitions, moving {b.shape[0]}; both are K")
@@ -69,13 +81,25 @@ def _check_nc_matmul(
         raise NKIError("not-implemented", "tile_position and tile_size")
     if perf_mode not in (PerfMode.none, "none"):
         raise NKIError("not-implemented", f"perf_mode {perf_mode}")
+    if accumulate is not None and not isinstance(accumulate, bool):
+        raise NKIError("accumulate", f"accumulate is None, True or False, not {accumulate!r}")
     if is_transpose:
-        if dst.dtype != b.dtype:
-            raise NKIError("dtype", f"a transpose keeps the dtype: moving is {b.dtype}, dst {dst.dtype}")
-        if not np.array_equal(_flat(a), np.eye(a.shape[0], a.free_size)):
-            raise NKIError("matmul-identity", "is_transpose needs the identity as stationary")
+        if accumulate:
+            raise NKIError("accumulate", "a transpose moves bits, there is nothing to add them to")
+        _check_transposed_dtype(dst, a, "stationary")
+        if not np.array_equal(_flat(b), np.eye(b.shape[0], b.free_size)):
+            raise NKIError("matmul-identity", "is_transpose needs the identity as moving")
     elif dst.dtype != "float32":
         raise NKIError("dtype", f"dst is {dst.dtype}, PSUM accumulates in float32")
+
+
+def _check_transposed_dtype(dst: Tensor, data: Tensor, what: str) -> None:
+    """What the Tensor engine transposes bit for bit."""
+    if dst.dtype != data.dtype:
+        raise NKIError("dtype", f"a transpose keeps the dtype: {what} is {data.dtype}, dst {dst.dtype}")
+    if dtypes.itemsize(data.dtype) == 1:
+        # It yields 16-bit elements; which bits of them count is described for no dtype of NKI.
+        raise NKIError("dtype", f"the Tensor engine does not transpose {data.dtype}, {what} must have 2 or 4 bytes")
 
 
 def _flat(t: Tensor) -> np.ndarray:
@@ -100,21 +124,28 @@ def nc_matmul(
     """``dst[M, N] (+)= stationary[K, M].T @ moving[K, N]`` in fp32, K on the partitions.
 
     ``accumulate``: False overwrites, True adds, None adds where an earlier matmul wrote this PSUM tensor and
-    overwrites elsewhere. Only matmuls count: a memset does not.
+    overwrites elsewhere. Only the Tensor engine counts: a memset does not.
+
+    ``is_transpose``: moving is the identity, dst is stationary.T bit for bit.
     """
+    if is_transpose:
+        _transpose(dst, stationary)
+        dst.written()[...] = True
+        return
     with np.errstate(all="ignore"):
-        product = _flat(stationary).T @ _flat(moving)
-    product = operands.like(product, dst)
-    array, written = dst.array(), dst.written()
-    if accumulate is False or is_transpose:
-        dtypes.store(array, product)
-    elif accumulate is True or written.all():
-        array += product
-    elif not written.any():
-        array[...] = product
-    else:
-        array[...] = np.where(written, array + product, product)
-    written[...] = True
+        product = operands.like(_flat(stationary).T @ _flat(moving), dst)
+        array, flags = dst.array(), dst.written()
+        if accumulate is False or (accumulate is None and not flags.any()):
+            array[...] = product
+        elif accumulate is True or flags.all():
+            array += product
+        else:
+            array[...] = np.where(flags.all(axis=-1), array + product, product)
+    flags[...] = True
+
+
+def _transpose(dst: Tensor, data: Tensor) -> None:
+    dst.array()[...] = operands.like(data.array().reshape(data.shape[0], -1).T, dst)
 
 
 def _transpose_engine(dst: Tensor, engine) -> Engine:
@@ -125,8 +156,9 @@ def _transpose_engine(dst: Tensor, engine) -> Engine:
 
 
 def _check_nc_transpose(dst, data, engine=Engine.unknown, name=None):
-    operands.destination(dst)
-    operands.on_chip(data, "data")
+    operands.destination(dst, sink=False)
+    if dst.overlaps(operands.on_chip(data, "data")):
+        raise NKIError("alias", f"dst {dst!r} overlaps data {data!r}: a transpose is not done in place")
     operands.one_of_engines(engine, Engine.tensor, Engine.vector)
     chip = core().target
     if _transpose_engine(dst, engine) is Engine.tensor:
@@ -137,8 +169,7 @@ def _check_nc_transpose(dst, data, engine=Engine.unknown, name=None):
                 f"the Tensor engine transposes SBUF into PSUM, got {data.buffer.value} into {dst.buffer.value}",
             )
         _one_bank(dst)
-        if data.dtype.startswith("float8"):
-            raise NKIError("dtype", f"the Tensor engine does not transpose {data.dtype}")
+        _check_transposed_dtype(dst, data, "data")
     else:
         limit = chip.vector_transpose
     if data.shape[0] > limit or data.free_size > limit:
@@ -155,6 +186,6 @@ def _check_nc_transpose(dst, data, engine=Engine.unknown, name=None):
 @instruction(_check_nc_transpose)
 def nc_transpose(dst, data, engine=Engine.unknown, name=None):
     """``dst = data.T`` of ``[partitions, free]``, bit for bit."""
-    dst.array()[...] = operands.like(data.array().reshape(data.shape[0], -1).T, dst)
-    if dst.buffer is PSUM:
+    _transpose(dst, data)
+    if _transpose_engine(dst, engine) is Engine.tensor:
         dst.written()[...] = True

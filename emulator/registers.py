@@ -1,0 +1,44 @@
+"""Registers: 32-bit integers of an engine, known only when the kernel runs."""
+
+from __future__ import annotations
+
+from .errors import NKIError
+
+
+class VirtualRegister:
+    """A register. What NKI knows only on the device cannot steer Python: a register has no value there.
+
+    Attributes:
+        frozen: the index of a device loop, which the kernel may read but not write.
+    """
+
+    __slots__ = ("_value", "frozen")
+
+    def __init__(self, value: int | None = None, frozen: bool = False):
+        self._value = value
+        self.frozen = frozen
+
+    def read(self) -> int:
+        """The value, for the emulator."""
+        if self._value is None:
+            raise NKIError("register-unset", "a register is read before it was written")
+        return self._value
+
+    def write(self, value: int) -> None:
+        if self.frozen:
+            raise NKIError("register-frozen", "the index of a device loop cannot be written")
+        if not -(2**31) <= value < 2**32:
+            raise NKIError("register-range", f"{value} does not fit a 32-bit register")
+        self._value = value
+
+    def _no_value(self, *_):
+        raise NKIError(
+            "register-value",
+            "the value of a register is not known while the kernel is built: it cannot be compared, indexed or "
+            "counted with; use nl.fori_loop, nl.while_loop or .ap(scalar_offset=)",
+        )
+
+    __bool__ = __int__ = __index__ = __float__ = _no_value
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no_value
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _no_value
+    __hash__ = None

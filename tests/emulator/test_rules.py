@@ -1,0 +1,1109 @@
+"""One wrong little kernel per rule, refused with that rule, and the same kernel corrected, accepted."""
+
+import ast
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from trn_kernels import emulator
+
+emulator.install()
+
+import nki  # noqa: E402
+import nki.isa as nisa  # noqa: E402
+import nki.language as nl  # noqa: E402
+
+
+def sb(*shape, dtype=nl.float32):
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+
+
+def ps(*shape, dtype=nl.float32):
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.psum)
+
+
+def hbm(*shape, dtype=nl.float32):
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.hbm)
+
+
+def filled(value, *shape, dtype=nl.float32):
+    tile = sb(*shape, dtype=dtype)
+    nisa.memset(tile, value)
+    return tile
+
+
+def identity(n, dtype=nl.float32):
+    """1 where row - column is 0."""
+    difference, tile = sb(n, n), sb(n, n, dtype=dtype)
+    nisa.iota(difference, [[-1, n]], channel_multiplier=1)
+    nisa.tensor_scalar(tile, difference, nl.equal, 0.0)
+    return tile
+
+
+def run(body, *args, lnc=None):
+    return nki.simulate(nki.jit(body)[lnc] if lnc else body)(*args)
+
+
+ONES = np.ones((2, 3), np.float32)
+FROZEN = np.ones((2, 3), np.float32)
+FROZEN.flags.writeable = False
+# name: (rule, wrong, right, words of the error: the value and the limit). Kernels of no argument; what needs a
+# launch of its own stands below the table.
+CASES = {}
+
+
+def case(name, rule, wrong, right, *says):
+    assert name not in CASES
+    CASES[name] = (rule, wrong, right, says)
+
+
+def pair(name, rule, use, wrong, right, *says):
+    """A case whose kernels differ in one value: ``use(value)``."""
+    case(name, rule, lambda: use(wrong), lambda: use(right), *says)
+
+
+# -- tensors --------------------------------------------------------------------------------------------
+case("129 partitions", "partition-limit", lambda: sb(129, 4), lambda: sb(128, 4), "129", "128")
+case("1-D tile", "on-chip-rank", lambda: sb(64), lambda: sb(64, 1), "(64,)", "2 dimensions")
+case("tile reshaped to 1-D", "on-chip-rank", lambda: sb(64, 1).reshape((64,)), lambda: sb(64, 1).reshape((64, 1)))
+case("tile above SBUF", "capacity", lambda: sb(1, 53117), lambda: sb(1, 53116), "212468", "212464")
+case("tile above PSUM", "capacity", lambda: ps(1, 4097), lambda: ps(1, 4096), "16388", "16384")
+pair("negative size", "shape", lambda n: hbm(4, n), -1, 1, "(4, -1)")
+case("shape is a number", "shape", lambda: nl.ndarray(4, nl.float32, nl.hbm), lambda: hbm(4))
+pair("size is a float", "integer", lambda n: hbm(n), 4.0, 4, "4.0")
+pair("float64", "dtype", lambda d: sb(2, 2, dtype=d), "float64", nl.float32, "float64")
+pair("int64", "dtype", lambda d: sb(2, 2, dtype=d), np.int64, np.int32, "int64")
+pair("dtype of trn3", "dtype", lambda d: sb(2, 2, dtype=d), nl.float8_e4m3fn, nl.float8_e4m3, "float8_e4m3fn")
+pair("no dtype", "dtype", lambda d: sb(2, 2, dtype=d), nl.add, nl.float32, "nl.add")
+pair("buffer by name", "buffer", lambda b: nl.ndarray((2, 2), nl.float32, b), "sbuf", nl.sbuf, "'sbuf'")
+case("index outside", "index", lambda: sb(4, 8)[:, 8], lambda: sb(4, 8)[:, 7], "index 8")
+case("slice outside", "index", lambda: hbm(8)[4:9], lambda: hbm(8)[4:8], "[4, 9)")
+case("too many indices", "index", lambda: hbm(4, 4)[0, 0, 0], lambda: hbm(4, 4)[0, 0], "3 indices")
+case("index by an array", "index", lambda: hbm(4)[np.arange(2)], lambda: hbm(4)[0:2], "ndarray")
+pair("ds of a float", "integer", lambda n: hbm(4)[nl.ds(0, n)], 2.0, 2, "2.0")
+case("step of partitions", "partition-step", lambda: sb(8, 2)[::2], lambda: sb(8, 2)[0:4], "step 2")
+case(
+    "reshape to other size", "reshape", lambda: hbm(4, 4).reshape((5, 3)), lambda: hbm(4, 4).reshape((8, 2)), "16", "15"
+)
+case("reshape of partitions", "reshape", lambda: sb(4, 4).reshape((2, 8)), lambda: sb(4, 4).reshape((4, 2, 2)), "2")
+case(
+    "reshape of holes",
+    "reshape",
+    lambda: sb(4, 4, 4)[:, :, 0:2].reshape((4, 8)),
+    lambda: sb(4, 4, 4)[:, 0:2].reshape((4, 8)),
+    "not contiguous",
+)
+pair("partition step of a pattern", "ap", lambda s: sb(4, 8).ap([[s, 4], [1, 8]]), 4, 8, "step 4", "8")
+pair("pattern leaves a partition", "ap", lambda n: sb(4, 8).ap([[8, 4], [1, n]]), 9, 8, "0 to 8", "of 8")
+pair("pattern leaves the tensor", "ap", lambda n: hbm(4, 8).ap([[8, n], [1, 8]]), 5, 4, "element 39", "32")
+pair("negative stride", "ap", lambda s: hbm(8).ap([[s, 8]], offset=0), -1, 1, ">= 0")
+pair("offset of a view", "ap-offset", lambda o: hbm(8)[2:].ap([[1, 2]], offset=o), 2, None, "starts at 2")
+pair(
+    "bytes do not divide", "ap-dtype", lambda n: sb(2, n, dtype=nl.int8).ap([[1, 2], [1, 1]], dtype=nl.int32), 5, 4, "5"
+)
+
+# -- operands -------------------------------------------------------------------------------------------
+case("array as operand", "operand", lambda: nisa.memset(ONES, 0), lambda: nisa.memset(sb(2, 3), 0), "dst", "ndarray")
+case("compute on HBM", "buffer", lambda: nisa.memset(hbm(2, 3), 0), lambda: nisa.memset(sb(2, 3), 0), "private_hbm")
+pair("32 partitions from 16", "start-partition", lambda p: nisa.memset(sb(128, 1)[p : p + 32], 0), 16, 32, "from 16")
+pair(
+    "33 partitions from 32",
+    "start-partition",
+    lambda p: nisa.memset(sb(128, 1)[p : p + 33], 0),
+    32,
+    64,
+    "33 partitions",
+)
+pair(
+    "65 partitions from 32", "start-partition", lambda p: nisa.memset(sb(128, 1)[p : p + 65], 0), 32, 0, "65 partitions"
+)
+case(
+    "65 partitions from 64 by a pattern",
+    "start-partition",
+    lambda: nisa.memset(ps(128, 2).ap([[2, 64], [1, 2]], offset=64), 0),
+    lambda: nisa.memset(ps(128, 2).ap([[2, 64], [1, 2]], offset=128), 0),
+    "from 32",
+)
+case(
+    "five free dimensions",
+    "free-dims",
+    lambda: nisa.memset(sb(1, 2, 2, 2, 2, 2), 0),
+    lambda: nisa.memset(sb(1, 2, 2, 2, 2), 0),
+    "5 free",
+    "limit is 4",
+)
+case(
+    "65537 elements per partition",
+    "free-size",
+    lambda: nisa.memset(sb(1, 65537, dtype=nl.uint8), 0),
+    lambda: nisa.memset(sb(1, 65536, dtype=nl.uint8), 0),
+    "65537",
+    "65536",
+)
+case(
+    "4097 elements of PSUM per partition",
+    "free-size",
+    lambda: nisa.memset(ps(1, 4098, dtype=nl.bfloat16)[:, :4097], 0),
+    lambda: nisa.memset(ps(1, 4098, dtype=nl.bfloat16)[:, :4096], 0),
+    "4097",
+    "4096",
+)
+pair(
+    "long step",
+    "stride",
+    lambda s: nisa.memset(sb(1, 2, s, dtype=nl.bfloat16)[:, :, 0:5], 0),
+    32768,
+    32767,
+    "32768",
+    "32767",
+)
+case(
+    "partitions differ",
+    "partitions-differ",
+    lambda: nisa.tensor_copy(sb(4, 2), sb(1, 2)),
+    lambda: nisa.tensor_copy(sb(4, 2), sb(4, 2)),
+    "1 partitions",
+    "4",
+)
+case(
+    "operands do not broadcast",
+    "elements-differ",
+    lambda: nisa.tensor_tensor(sb(4, 3, 2), sb(4, 3, 2), sb(4, 2), nl.add),
+    lambda: nisa.tensor_tensor(sb(4, 3, 2), sb(4, 3, 2), sb(4, 2).ap([[2, 4], [0, 3], [1, 2]]), nl.add),
+    "data2",
+    "2 elements",
+    "6",
+)
+case(
+    "DMA of other size",
+    "elements-differ",
+    lambda: nisa.dma_copy(sb(4, 3), hbm(4, 2)),
+    lambda: nisa.dma_copy(sb(4, 3), hbm(2, 6)),
+    "8 elements",
+    "12",
+)
+case(
+    "reduction into too little",
+    "elements-differ",
+    lambda: nisa.tensor_reduce(sb(4, 2), nl.add, sb(4, 3, 2), axis=2),
+    lambda: nisa.tensor_reduce(sb(4, 3), nl.add, sb(4, 3, 2), axis=2),
+    "3 results",
+)
+case(
+    "pattern of iota too short",
+    "elements-differ",
+    lambda: nisa.iota(sb(4, 8), [[1, 7]]),
+    lambda: nisa.iota(sb(4, 8), [[1, 8]]),
+    "7",
+    "8",
+)
+case(
+    "transpose of other shape",
+    "elements-differ",
+    lambda: nisa.nc_transpose(ps(4, 8), sb(4, 8)),
+    lambda: nisa.nc_transpose(ps(8, 4), sb(4, 8)),
+    "(8, 4)",
+)
+case(
+    "overlapping results",
+    "dst-overlap",
+    lambda: nisa.memset(sb(1, 8).ap([[8, 1], [1, 4], [1, 4]]), 0),
+    lambda: nisa.memset(sb(1, 8).ap([[8, 1], [4, 2], [1, 4]]), 0),
+    "(8, 1, 1)",
+)
+case(
+    "DMA into a sink",
+    "dst-overlap",
+    lambda: nisa.dma_copy(hbm(8).ap([[0, 4], [1, 8]]), sb(4, 8)),
+    lambda: nisa.dma_copy(hbm(32).ap([[8, 4], [1, 8]]), sb(4, 8)),
+    "(0, 1)",
+)
+case(
+    "matmul into a sink",
+    "dst-overlap",
+    lambda: nisa.nc_matmul(ps(4, 1).ap([[1, 4], [0, 8]]), sb(4, 4), sb(4, 8)),
+    lambda: nisa.nc_matmul(ps(4, 8), sb(4, 4), sb(4, 8)),
+)
+
+
+def shifted(to):
+    tile = sb(4, 8)
+    nisa.tensor_copy(tile[:, to : to + 4], tile[:, 0:4])
+
+
+def shifted_dma(to):
+    rows = hbm(8, 8)
+    nisa.dma_copy(rows[to : to + 4], rows[0:4])
+
+
+def shifted_by_index(to):
+    tile = sb(4, 8)
+    at = filled(to, 1, 1, dtype=nl.int32)
+    nisa.tensor_copy(tile.ap([[8, 4], [1, 4]], scalar_offset=at, indirect_dim=1), tile[:, 0:4])
+
+
+def reduced(into_itself):
+    tile = sb(4, 3, 4)
+    nisa.tensor_reduce(tile[:, 0, 0:3] if into_itself else sb(4, 3), nl.add, tile, axis=2)
+
+
+def transposed(in_place):
+    tile = sb(8, 8)
+    nisa.nc_transpose(tile if in_place else sb(8, 8), tile)
+
+
+def accumulated(in_place):
+    sums = sb(4, 2)
+    sink = sums.ap([[2, 4], [0, 8]])
+    source = sink if in_place else sums.ap([[2, 4], [0, 8]], offset=1)
+    nisa.tensor_tensor(sink, source, sb(4, 8), nl.add)
+
+
+def reversed_order(same):
+    tile = sb(4, 2, 3)
+    nisa.tensor_copy(tile if same else tile.ap([[6, 4], [1, 3], [3, 2]]), tile)
+
+
+pair("overlap of dst and src", "alias", shifted, 2, 4, "overlaps src")
+pair("overlap in another order", "alias", reversed_order, False, True, "overlaps src")
+pair("sink in place", "alias", accumulated, True, False, "overlaps data1")
+pair("overlap of a DMA", "alias", shifted_dma, 3, 4, "overlaps src")
+pair("overlap through an index", "alias", shifted_by_index, 3, 4, "overlaps src")
+pair("transpose in place", "alias", transposed, True, False, "in place")
+pair("reduction over its own data", "alias", reduced, True, False, "overlaps data")
+case(
+    "operand is a list",
+    "column",
+    lambda: nisa.tensor_scalar(sb(4, 2), sb(4, 2), nl.add, [1.0]),
+    lambda: nisa.tensor_scalar(sb(4, 2), sb(4, 2), nl.add, 1.0),
+    "list",
+)
+pair(
+    "operand of one partition",
+    "column",
+    lambda n: nisa.tensor_scalar(sb(4, 2), sb(4, 2), nl.add, sb(n, 1)),
+    1,
+    4,
+    "(1, 1)",
+    "(4, 1)",
+)
+pair(
+    "operand of two columns",
+    "column",
+    lambda n: nisa.activation(sb(4, 2), nl.exp, sb(4, 2), scale=sb(4, n)),
+    2,
+    1,
+    "(4, 2)",
+)
+pair("bool operand", "column", lambda v: nisa.tensor_scalar(sb(4, 2), sb(4, 2), nl.add, v), True, 1, "bool")
+pair(
+    "int32 operand",
+    "column-dtype",
+    lambda d: nisa.tensor_scalar(sb(4, 2, dtype=nl.int32), sb(4, 2, dtype=nl.int32), nl.add, sb(4, 1, dtype=d)),
+    nl.int32,
+    nl.float32,
+    "operand0",
+    "int32",
+)
+pair(
+    "bf16 scale",
+    "column-dtype",
+    lambda d: nisa.activation(sb(4, 2), nl.exp, sb(4, 2), scale=sb(4, 1, dtype=d)),
+    nl.bfloat16,
+    nl.float32,
+    "scale",
+)
+pair(
+    "bf16 operand0",
+    "column-dtype",
+    lambda d: nisa.scalar_tensor_tensor(sb(4, 2), sb(4, 2), nl.add, sb(4, 1, dtype=d), nl.add, sb(4, 2)),
+    nl.bfloat16,
+    nl.float32,
+    "operand0",
+)
+
+# -- engines --------------------------------------------------------------------------------------------
+pair(
+    "Tensor engine copies",
+    "engine",
+    lambda e: nisa.tensor_copy(sb(2, 2), sb(2, 2), engine=e),
+    nisa.tensor_engine,
+    nisa.scalar_engine,
+    "tensor",
+)
+pair("engine by number", "engine", lambda e: nisa.memset(sb(2, 2), 0, engine=e), 5, nisa.engine.vector, "5")
+pair(
+    "Scalar engine on two tensors",
+    "engine",
+    lambda e: nisa.tensor_tensor(sb(2, 2), sb(2, 2), sb(2, 2), nl.add, engine=e),
+    nisa.scalar_engine,
+    nisa.gpsimd_engine,
+    "scalar",
+)
+pair(
+    "Scalar engine subtracts",
+    "engine",
+    lambda op: nisa.tensor_scalar(sb(2, 2), sb(2, 2), op, 1.0, engine=nisa.scalar_engine),
+    nl.subtract,
+    nl.add,
+    "subtract",
+)
+pair(
+    "GpSimd multiplies by a scalar",
+    "engine",
+    lambda op: nisa.tensor_scalar(sb(2, 2), sb(2, 2), op, 1.0, engine=nisa.gpsimd_engine),
+    nl.multiply,
+    nl.rsqrt,
+    "multiply",
+)
+pair(
+    "power on the Vector engine",
+    "engine",
+    lambda e: nisa.tensor_tensor(sb(2, 2), sb(2, 2), sb(2, 2), nl.power, engine=e),
+    nisa.vector_engine,
+    nisa.gpsimd_engine,
+    "power",
+)
+pair(
+    "Vector engine starts a DMA",
+    "engine",
+    lambda e: nisa.dma_copy(sb(2, 2), hbm(2, 2), dge_mode=nisa.dge_mode.hwdge, engine=e),
+    nisa.vector_engine,
+    nisa.engine.sync,
+    "vector",
+)
+pair(
+    "GpSimd on PSUM",
+    "gpsimd-psum",
+    lambda e: nisa.tensor_copy(sb(2, 2), ps(2, 2), engine=e),
+    nisa.gpsimd_engine,
+    nisa.vector_engine,
+    "PSUM",
+)
+pair(
+    "power on PSUM", "gpsimd-psum", lambda t: nisa.tensor_tensor(sb(2, 2), t(2, 2), sb(2, 2), nl.power), ps, sb, "PSUM"
+)
+pair("iota into PSUM", "buffer", lambda t: nisa.iota(t(2, 2), [[1, 2]]), ps, sb, "psum")
+pair(
+    "both in PSUM",
+    "both-psum",
+    lambda t: nisa.tensor_tensor(sb(2, 2), ps(2, 2), t(2, 2), nl.add),
+    ps,
+    sb,
+    "data1 and data2",
+)
+pair(
+    "data and operand1 in PSUM",
+    "both-psum",
+    lambda t: nisa.scalar_tensor_tensor(sb(2, 2), ps(2, 2), nl.add, 1.0, nl.add, t(2, 2)),
+    ps,
+    sb,
+    "operand1",
+)
+
+# -- operators, immediates ------------------------------------------------------------------------------
+pair(
+    "activation as ALU operator",
+    "op",
+    lambda op: nisa.tensor_tensor(sb(2, 2), sb(2, 2), sb(2, 2), op),
+    nl.exp,
+    nl.add,
+    "nl.exp",
+)
+pair("operator by name", "op", lambda op: nisa.tensor_scalar(sb(2, 2), sb(2, 2), op, 1.0), "add", nl.add, "'add'")
+pair("ALU operator as activation", "op", lambda op: nisa.activation(sb(2, 2), op, sb(2, 2)), nl.add, nl.exp, "nl.add")
+pair(
+    "one operand for two tensors",
+    "op",
+    lambda op: nisa.tensor_tensor(sb(2, 2), sb(2, 2), sb(2, 2), op),
+    nl.abs,
+    nl.maximum,
+    "nl.abs",
+)
+pair(
+    "one operand as op1",
+    "op",
+    lambda op: nisa.scalar_tensor_tensor(sb(2, 2), sb(2, 2), nl.add, 1.0, op, sb(2, 2)),
+    nl.abs,
+    nl.add,
+    "nl.abs",
+)
+pair(
+    "reverse of one operand",
+    "op",
+    lambda r: nisa.tensor_scalar(sb(2, 2), sb(2, 2), nl.abs, 0.0, reverse0=r),
+    True,
+    False,
+    "reverse0",
+)
+pair(
+    "reverse of one operand and a tensor",
+    "op",
+    lambda r: nisa.scalar_tensor_tensor(sb(2, 2), sb(2, 2), nl.abs, 0.0, nl.add, sb(2, 2), reverse0=r),
+    True,
+    False,
+    "reverse0",
+)
+pair(
+    "operand1 without op1",
+    "op",
+    lambda op: nisa.tensor_scalar(sb(2, 2), sb(2, 2), nl.add, 1.0, op1=op, operand1=1.0),
+    None,
+    nl.add,
+    "op1",
+)
+pair(
+    "bit and arithmetic operators mix",
+    "op",
+    lambda op: nisa.tensor_scalar(
+        sb(2, 2, dtype=nl.int32), sb(2, 2, dtype=nl.int32), nl.left_shift, 1, op1=op, operand1=1
+    ),
+    nl.add,
+    nl.bitwise_or,
+    "mix",
+)
+pair(
+    "bit operator with a tensor",
+    "op",
+    lambda op: nisa.scalar_tensor_tensor(
+        sb(2, 2, dtype=nl.int32), sb(2, 2, dtype=nl.int32), op, 1, nl.add, sb(2, 2, dtype=nl.int32)
+    ),
+    nl.bitwise_or,
+    nl.add,
+    "nl.bitwise_or",
+)
+pair(
+    "no reduction", "op", lambda op: nisa.tensor_reduce(sb(2, 1), op, sb(2, 2), axis=1), nl.less, nl.maximum, "nl.less"
+)
+pair(
+    "negated bits",
+    "op",
+    lambda n: nisa.tensor_reduce(sb(2, 1, dtype=nl.int32), nl.bitwise_or, sb(2, 2, dtype=nl.int32), axis=1, negate=n),
+    True,
+    False,
+    "negate",
+)
+pair(
+    "bits of floats",
+    "bitvec-dtype",
+    lambda d: nisa.tensor_tensor(sb(2, 2, dtype=d), sb(2, 2, dtype=d), sb(2, 2, dtype=d), nl.bitwise_and),
+    nl.float32,
+    nl.int32,
+    "float32",
+)
+pair(
+    "bits of other width",
+    "bitvec-dtype",
+    lambda d: nisa.tensor_tensor(sb(2, 2, dtype=d), sb(2, 2, dtype=nl.int16), sb(2, 2, dtype=nl.int16), nl.bitwise_and),
+    nl.int32,
+    nl.uint16,
+    "4 bytes",
+)
+pair(
+    "float among bits",
+    "bitvec-dtype",
+    lambda v: nisa.tensor_scalar(sb(2, 2, dtype=nl.int32), sb(2, 2, dtype=nl.int32), nl.bitwise_and, v),
+    1.0,
+    1,
+    "1.0",
+)
+pair(
+    "integer of too many bits",
+    "bitvec-dtype",
+    lambda v: nisa.tensor_scalar(sb(2, 2, dtype=nl.uint8), sb(2, 2, dtype=nl.uint8), nl.bitwise_and, v),
+    256,
+    255,
+    "256",
+    "8 bits",
+)
+pair(
+    "shift by the whole width",
+    "shift",
+    lambda v: nisa.tensor_scalar(sb(2, 2, dtype=nl.int16), sb(2, 2, dtype=nl.int16), nl.left_shift, v),
+    16,
+    15,
+    "by 16",
+    "16 bits",
+)
+pair(
+    "negative integer power",
+    "int-power",
+    lambda v: nisa.tensor_tensor(
+        sb(2, 2, dtype=nl.int32), filled(3, 2, 2, dtype=nl.int32), filled(v, 2, 2, dtype=nl.int32), nl.power
+    ),
+    -1,
+    2,
+    "-1",
+)
+pair("float into integers", "immediate", lambda v: nisa.memset(sb(2, 2, dtype=nl.int32), v), 2.0, 2, "2.0", "int32")
+pair(
+    "value outside the dtype", "immediate", lambda v: nisa.memset(sb(2, 2, dtype=nl.uint8), v), 256, 255, "256", "uint8"
+)
+pair(
+    "negative value into unsigned",
+    "immediate",
+    lambda v: nisa.memset(sb(2, 2, dtype=nl.uint32), v),
+    -1,
+    2**32 - 1,
+    "-1",
+)
+pair(
+    "integer that fp32 does not hold",
+    "immediate",
+    lambda v: nisa.memset(sb(2, 2, dtype=nl.int32), v),
+    2**24 + 1,
+    2**24,
+    "16777217",
+    "fp32",
+)
+pair(
+    "value that overflows fp8",
+    "immediate",
+    lambda v: nisa.memset(sb(2, 2, dtype=nl.float8_e4m3), v),
+    300.0,
+    240.0,
+    "300.0",
+)
+pair("2 into bool", "immediate", lambda v: nisa.memset(sb(2, 2, dtype=nl.bool_), v), 2, True, "2")
+pair("complex value", "immediate", lambda v: nisa.memset(sb(2, 2), v), 1j, 1.0, "complex")
+pair("True into floats", "immediate", lambda v: nisa.memset(sb(2, 2), v), True, 1, "bool")
+pair(
+    "reduction over the partitions",
+    "reduce-axis",
+    lambda a: nisa.tensor_reduce(sb(4, 1), nl.add, sb(4, 2), axis=a),
+    0,
+    1,
+    "axis 0",
+)
+pair(
+    "reduction of a middle axis",
+    "reduce-axis",
+    lambda a: nisa.tensor_reduce(sb(4, 3), nl.add, sb(4, 3, 3), axis=a),
+    1,
+    2,
+    "axis 1",
+)
+pair(
+    "reduction over nothing",
+    "reduce-axis",
+    lambda a: nisa.tensor_reduce(sb(4, 1), nl.add, sb(4, 1), axis=a),
+    (),
+    (1,),
+    "axis ()",
+)
+pair(
+    "iota of five dimensions",
+    "iota",
+    lambda n: nisa.iota(sb(2, 8), [[1, 2]] * 3 + [[0, 1]] * n),
+    2,
+    1,
+    "5 dimensions",
+    "4",
+)
+pair(
+    "iota above int32",
+    "iota",
+    lambda o: nisa.iota(sb(1, 2, dtype=nl.int32), [[1, 2]], offset=o),
+    2**31 - 1,
+    2**31 - 2,
+    "2147483648",
+)
+pair(
+    "iota below int32 in a middle term",
+    "iota",
+    lambda m: nisa.iota(sb(2, 2, dtype=nl.int32), [[1, 2]], offset=-(2**31), channel_multiplier=m),
+    -1,
+    1,
+    "-2147483649",
+)
+pair("iota without counts", "iota", lambda p: nisa.iota(sb(2, 2), p), [1, 2], [[1, 2]], "[1, 2]")
+pair("iota of no values", "iota", lambda n: nisa.iota(sb(2, n), [[1, n]]), 0, 1, "positive")
+pair("iota of a float step", "integer", lambda s: nisa.iota(sb(2, 2), [[s, 2]]), 0.5, 1, "0.5")
+case(
+    "unknown argument",
+    "signature",
+    lambda: nisa.scalar_tensor_tensor(sb(2, 2), sb(2, 2), nl.add, 1.0, nl.add, sb(2, 2), mask=None),
+    lambda: nisa.scalar_tensor_tensor(sb(2, 2), sb(2, 2), nl.add, 1.0, nl.add, sb(2, 2), name=None),
+    "'mask'",
+)
+case("missing argument", "signature", lambda: nisa.memset(sb(2, 2)), lambda: nisa.memset(sb(2, 2), 0), "'value'")
+
+# -- DMA ------------------------------------------------------------------------------------------------
+pair("DMA from PSUM", "buffer", lambda t: nisa.dma_copy(hbm(2, 2), t(2, 2)), ps, sb, "src is in PSUM")
+pair("DMA into PSUM", "buffer", lambda t: nisa.dma_copy(t(2, 2), hbm(2, 2)), ps, sb, "dst is in PSUM")
+pair(
+    "hwdge converts",
+    "dtype",
+    lambda d: nisa.dma_copy(sb(2, 2, dtype=d), hbm(2, 2), dge_mode=nisa.dge_mode.hwdge),
+    nl.bfloat16,
+    nl.float32,
+    "bfloat16",
+)
+pair(
+    "dge_mode by name",
+    "dge-mode",
+    lambda m: nisa.dma_copy(sb(2, 2), hbm(2, 2), dge_mode=m),
+    "swdge",
+    nisa.dge_mode.swdge,
+    "'swdge'",
+)
+pair(
+    "engine without hwdge",
+    "dge-mode",
+    lambda m: nisa.dma_copy(sb(2, 2), hbm(2, 2), dge_mode=m, engine=nisa.scalar_engine),
+    nisa.dge_mode.swdge,
+    nisa.dge_mode.hwdge,
+    "swdge",
+)
+pair(
+    "oob_mode by name",
+    "oob-mode",
+    lambda m: nisa.dma_copy(sb(2, 2), hbm(2, 2), oob_mode=m),
+    "skip",
+    nisa.oob_mode.skip,
+    "'skip'",
+)
+
+
+def gathered(index=0, mode=nisa.dge_mode.unknown, dtype=nl.int32, dim=0, shape=(2, 1), table=hbm, view=slice(0, 4)):
+    at = filled(index, *shape, dtype=dtype)
+    pattern = table(4, 3)[view].ap([[3, 2], [1, 2]], vector_offset=at, indirect_dim=dim)
+    nisa.dma_copy(sb(2, 2), pattern, dge_mode=mode)
+
+
+def moved(index=0, mode=nisa.dge_mode.unknown, table=hbm, dim=0, shape=(1, 1), dtype=None, both=False):
+    rows = table(4, 4)
+    at = filled(index, *shape, dtype=nl.int32)
+    vector = at if both else None
+    window = rows.ap([[4, 1], [1, 2]], scalar_offset=at, vector_offset=vector, indirect_dim=dim, dtype=dtype)
+    nisa.dma_copy(sb(1, 2, dtype=dtype or nl.float32), window, dge_mode=mode)
+
+
+def scattered(count):
+    at, other = filled(0, 2, 1, dtype=nl.int32), filled(0, count, 1, dtype=nl.int32)
+    source = hbm(4, 3).ap([[3, 2], [1, 3]], vector_offset=at)
+    target = hbm(4, 3 if count == 2 else 2).ap([[3, count], [1, 3 if count == 2 else 2]], vector_offset=other)
+    nisa.dma_copy(target, source)
+
+
+pair("gather outside", "indirect-range", gathered, 4, 3, "index 4", "4 rows")
+pair("window moved outside", "indirect-range", moved, 4, 3, "index 4")
+pair("hwdge gathers", "dge-mode", lambda m: gathered(mode=m), nisa.dge_mode.hwdge, nisa.dge_mode.swdge, "swdge")
+pair(
+    "static descriptors move", "dge-mode", lambda m: moved(mode=m), nisa.dge_mode.none, nisa.dge_mode.hwdge, "run-time"
+)
+pair("int16 indices", "index-operand", lambda d: gathered(dtype=d), nl.int16, nl.uint32, "int16")
+pair(
+    "indices in HBM",
+    "index-operand",
+    lambda memory: hbm(4, 3).ap([[3, 2], [1, 3]], vector_offset=memory(2, 1, dtype=nl.int32)),
+    hbm,
+    sb,
+    "SBUF",
+)
+pair(
+    "number as index",
+    "index-operand",
+    lambda v: hbm(4, 3).ap([[3, 1], [1, 3]], scalar_offset=v),
+    1,
+    None,
+    "scalar_offset",
+    "1",
+)
+pair("gather of columns", "indirect", lambda d: gathered(dim=d), 1, 0, "dim 1")
+pair("gather from SBUF", "indirect", lambda t: gathered(table=t), sb, hbm, "HBM")
+pair("indices in a row", "indirect", lambda s: gathered(shape=s), (1, 2), (2, 1), "(1, 2)")
+pair(
+    "gather from a part of a tensor",
+    "indirect",
+    lambda v: gathered(view=v),
+    (slice(0, 4), slice(0, 2)),
+    slice(0, 4),
+    "part",
+)
+pair("two indices for a window", "indirect", lambda s: moved(shape=s), (1, 2), (1, 1), "(1, 2)")
+pair("scalar and vector offset", "indirect", lambda b: moved(both=b), True, False, "exclude")
+pair("index moves partitions", "indirect", lambda d: moved(table=sb, dim=d), 0, 1, "partitions")
+pair("no such dimension", "indirect", lambda d: moved(dim=d), 2, 1, "indirect_dim 2")
+pair("index of another dtype", "indirect", lambda d: moved(dtype=d), nl.bfloat16, nl.int32, "bfloat16")
+pair("gather and scatter of other lengths", "indirect", scattered, 3, 2, "2 rows", "3")
+case(
+    "view of a run-time address",
+    "indirect",
+    lambda: hbm(4, 3).ap([[3, 1], [1, 3]], scalar_offset=sb(1, 1, dtype=nl.int32))[0],
+    lambda: hbm(4, 3).ap([[3, 1], [1, 3]])[0],
+    "indexing",
+)
+case(
+    "run-time address of an addition",
+    "indirect",
+    lambda: nisa.tensor_scalar(
+        sb(4, 2),
+        sb(4, 3).ap([[3, 4], [1, 2]], scalar_offset=filled(0, 1, 1, dtype=nl.int32), indirect_dim=1),
+        nl.add,
+        1.0,
+    ),
+    lambda: nisa.tensor_copy(
+        sb(4, 2), sb(4, 3).ap([[3, 4], [1, 2]], scalar_offset=filled(0, 1, 1, dtype=nl.int32), indirect_dim=1)
+    ),
+    "run-time address",
+)
+
+# -- Tensor engine --------------------------------------------------------------------------------------
+pair("matmul into SBUF", "buffer", lambda t: nisa.nc_matmul(t(4, 8), sb(2, 4), sb(2, 8)), sb, ps, "dst must be in PSUM")
+pair(
+    "matmul from PSUM",
+    "buffer",
+    lambda t: nisa.nc_matmul(ps(4, 8), sb(2, 4), t(2, 8)),
+    ps,
+    sb,
+    "moving must be in SBUF",
+)
+pair(
+    "contractions differ", "matmul-contraction", lambda k: nisa.nc_matmul(ps(4, 8), sb(2, 4), sb(k, 8)), 3, 2, "3", "2"
+)
+pair(
+    "129 stationary columns",
+    "matmul-stationary",
+    lambda m: nisa.nc_matmul(ps(128, 8), sb(2, m), sb(2, 8)),
+    129,
+    128,
+    "129",
+    "128",
+)
+pair(
+    "513 moving columns",
+    "matmul-moving",
+    lambda n: nisa.nc_matmul(ps(4, 512), sb(2, 4), sb(2, n)),
+    513,
+    512,
+    "513",
+    "512",
+)
+pair(
+    "result of other shape",
+    "matmul-shape",
+    lambda n: nisa.nc_matmul(ps(n, 8), sb(2, 4), sb(2, 8)),
+    5,
+    4,
+    "(5, 8)",
+    "(4, 8)",
+)
+pair(
+    "result over two banks",
+    "psum-bank",
+    lambda c: nisa.nc_matmul(ps(4, 1024)[:, c : c + 512], sb(2, 4), sb(2, 512)),
+    1,
+    512,
+    "2048",
+)
+pair(
+    "transpose over two banks",
+    "psum-bank",
+    lambda c: nisa.nc_transpose(ps(4, 1024)[:, c : c + 4], sb(4, 4)),
+    510,
+    512,
+    "2048",
+)
+pair(
+    "transpose to an odd bf16 column",
+    "psum-alignment",
+    lambda c: nisa.nc_transpose(ps(4, 9, dtype=nl.bfloat16)[:, c : c + 4], sb(4, 4, dtype=nl.bfloat16)),
+    1,
+    2,
+    "byte 2",
+    "4",
+)
+pair(
+    "matmul of integers",
+    "dtype",
+    lambda d: nisa.nc_matmul(ps(4, 8), sb(2, 4, dtype=d), sb(2, 8, dtype=d)),
+    nl.int32,
+    nl.bfloat16,
+    "int32",
+)
+pair(
+    "fp32 by bf16",
+    "dtype",
+    lambda d: nisa.nc_matmul(ps(4, 8), sb(2, 4), sb(2, 8, dtype=d)),
+    nl.bfloat16,
+    nl.float32,
+    "bfloat16",
+)
+pair(
+    "bf16 result",
+    "dtype",
+    lambda d: nisa.nc_matmul(ps(4, 8, dtype=d), sb(2, 4), sb(2, 8)),
+    nl.bfloat16,
+    nl.float32,
+    "bfloat16",
+)
+pair(
+    "accumulate by number",
+    "accumulate",
+    lambda a: nisa.nc_matmul(ps(4, 8), sb(2, 4), sb(2, 8), accumulate=a),
+    1,
+    True,
+    "1",
+)
+pair(
+    "transpose accumulates",
+    "accumulate",
+    lambda a: nisa.nc_matmul(ps(4, 8), sb(8, 4), identity(8), is_transpose=True, accumulate=a),
+    True,
+    None,
+    "add",
+)
+pair(
+    "transpose without identity",
+    "matmul-identity",
+    lambda t: nisa.nc_matmul(ps(8, 8), sb(8, 8), t(8), is_transpose=True),
+    lambda n: filled(1, n, n),
+    identity,
+    "moving",
+)
+pair(
+    "matmul transposes to another dtype",
+    "dtype",
+    lambda d: nisa.nc_matmul(
+        ps(4, 8, dtype=d), sb(8, 4, dtype=nl.bfloat16), identity(8, nl.bfloat16), is_transpose=True
+    ),
+    nl.float32,
+    nl.bfloat16,
+    "keeps",
+)
+pair(
+    "transpose to another dtype",
+    "dtype",
+    lambda d: nisa.nc_transpose(ps(4, 4, dtype=d), sb(4, 4, dtype=nl.bfloat16)),
+    nl.float32,
+    nl.bfloat16,
+    "keeps",
+)
+pair(
+    "Vector transpose to another dtype",
+    "dtype",
+    lambda d: nisa.nc_transpose(sb(4, 4, dtype=d), sb(4, 4, dtype=nl.bfloat16)),
+    nl.float32,
+    nl.bfloat16,
+    "keeps",
+)
+pair(
+    "transpose of fp8",
+    "dtype",
+    lambda d: nisa.nc_transpose(ps(4, 4, dtype=d), sb(4, 4, dtype=d)),
+    nl.float8_e4m3,
+    nl.bfloat16,
+    "float8_e4m3",
+    "2 or 4",
+)
+pair(
+    "transpose of 33 on the Vector engine",
+    "transpose-size",
+    lambda n: nisa.nc_transpose(sb(4, n), sb(n, 4)),
+    33,
+    32,
+    "33",
+    "32 x 32",
+)
+pair(
+    "transpose of 129",
+    "transpose-size",
+    lambda n: nisa.nc_transpose(ps(128, 128), sb(128, n)),
+    129,
+    128,
+    "129",
+    "128 x 128",
+)
+pair(
+    "Scalar engine transposes",
+    "engine",
+    lambda e: nisa.nc_transpose(sb(4, 4), sb(4, 4), engine=e),
+    nisa.scalar_engine,
+    nisa.vector_engine,
+    "scalar",
+)
+pair(
+    "Tensor engine transposes into SBUF",
+    "buffer",
+    lambda t: nisa.nc_transpose(t(4, 4), sb(4, 4), engine=nisa.tensor_engine),
+    sb,
+    ps,
+    "SBUF into PSUM",
+)
+pair(
+    "tiles of the PE",
+    "not-implemented",
+    lambda t: nisa.nc_matmul(ps(4, 8), sb(2, 4), sb(2, 8), tile_position=t, tile_size=t),
+    (32, 32),
+    (),
+    "tile_position",
+)
+pair(
+    "double_row",
+    "not-implemented",
+    lambda m: nisa.nc_matmul(ps(4, 8), sb(2, 4), sb(2, 8), perf_mode=m),
+    nisa.matmul_perf_mode.double_row,
+    "none",
+    "double_row",
+)
+pair(
+    "activation reduces",
+    "not-implemented",
+    lambda c: nisa.activation(sb(2, 2), nl.exp, sb(2, 2), reduce_cmd=c),
+    nisa.reduce_cmd.reset,
+    nisa.reduce_cmd.idle,
+    "reduction",
+)
+
+# -- launches -------------------------------------------------------------------------------------------
+pair("second axis", "program-axis", lambda a: (nl.program_id(a), nl.num_programs(a)), 1, 0, "axis 1")
+case(
+    "simulate inside a kernel",
+    "no-kernel",
+    lambda: run(lambda: None),
+    lambda: nki.jit(lambda: None)(),
+    "inside a kernel",
+)
+pair("kernel on two cores inside one", "lnc", lambda n: nki.jit(lambda: None)[n](), 2, 1, "[2]", "1 cores")
+case("three cores", "lnc", lambda: nki.jit(lambda: None)[3], lambda: nki.jit(lambda: None)[2], "3")
+pair("cores as float", "integer", lambda n: nki.jit(lambda: None)[n], 2.0, 2, "2.0")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_kernel_is_refused_and_its_twin_accepted(refused, name):
+    rule, wrong, right, says = CASES[name]
+    refused(rule, wrong, says=says)
+    run(lambda: [right()].clear())
+
+
+# -- rules that need arguments, results or two cores ----------------------------------------------------
+
+
+def _copy(x):
+    out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+    nisa.dma_copy(out, x)
+    return out
+
+
+def _write(x):
+    nisa.dma_copy(x, filled(0.0, *x.shape))
+
+
+def _unequal_shapes():
+    nl.ndarray((2 + nl.program_id(), 2), nl.float32, nl.shared_hbm)
+
+
+def _unequal_counts():
+    for _ in range(1 + nl.program_id()):
+        nl.ndarray((2, 2), nl.float32, nl.shared_hbm)
+
+
+def _equal():
+    nl.ndarray((2, 2), nl.float32, nl.shared_hbm)
+
+
+def _outside():
+    return nl.ndarray((2, 2), nl.float32)
+
+
+def _with_target(name):
+    before = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE")
+    os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] = name
+    try:
+        run(_equal)
+    finally:
+        os.environ.pop("NEURON_PLATFORM_TARGET_OVERRIDE")
+        if before is not None:
+            os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] = before
+
+
+# name: (rule, wrong call, right call); here the calls launch.
+LAUNCHES = {
+    "writes a read-only argument": ("read-only", lambda: run(_write, FROZEN), lambda: run(_write, ONES.copy())),
+    "strided argument": ("argument", lambda: run(_copy, ONES.T), lambda: run(_copy, ONES)),
+    "big-endian argument": ("argument", lambda: run(_copy, ONES.astype(">f4")), lambda: run(_copy, ONES.astype("=f4"))),
+    "float64 argument": ("dtype", lambda: run(_copy, np.ones(2)), lambda: run(_copy, np.ones(2, np.float32))),
+    "int64 argument": ("dtype", lambda: run(_copy, np.arange(2)), lambda: run(_copy, np.arange(2, dtype=np.int32))),
+    "returns SBUF": ("output", lambda: run(lambda: sb(2, 2)), lambda: run(_copy, ONES)),
+    "returns private HBM": ("output", lambda: run(lambda: hbm(2, 2)), lambda: run(_copy, ONES)),
+    "returns a number": ("output", lambda: run(lambda: 3), lambda: run(lambda: None)),
+    "cores allocate other shapes": ("shared-hbm", lambda: run(_unequal_shapes, lnc=2), lambda: run(_equal, lnc=2)),
+    "cores allocate other numbers": ("shared-hbm", lambda: run(_unequal_counts, lnc=2), lambda: run(_equal, lnc=2)),
+    "outside a kernel": ("no-kernel", _outside, lambda: run(lambda: [_outside()].clear())),
+    "kernel called without a device": ("no-device", lambda: nki.jit(_equal)(), lambda: run(_equal)),
+    "unknown target": ("target", lambda: _with_target("trn9"), lambda: _with_target("trn2")),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_wrong_launch_is_refused_and_its_twin_accepted(name):
+    rule, wrong, right = LAUNCHES[name]
+    with pytest.raises(emulator.NKIError) as caught:
+        wrong()
+    assert caught.value.rule == rule, str(caught.value)
+    right()
+
+
+# -- the table and the text -----------------------------------------------------------------------------
+
+
+def first_arguments(function, folder):
+    """The rules of all calls ``function("rule", ...)`` in the source files of a folder."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == function:
+                yield f"{path.name}:{node.lineno}", node.args[0]
+
+
+def test_every_rule_has_a_negative_test():
+    rules = set()
+    for where, rule in first_arguments("NKIError", Path(emulator.__file__).parent):
+        assert isinstance(rule, ast.Constant), f"{where}: the rule is not a literal"
+        rules.add(rule.value)
+    in_tables = {rule for rule, *_ in [*CASES.values(), *LAUNCHES.values()]}
+    elsewhere = {
+        rule.value for _, rule in first_arguments("refused", Path(__file__).parent) if isinstance(rule, ast.Constant)
+    }
+    assert in_tables <= rules and elsewhere <= rules
+    assert rules <= in_tables | elsewhere, f"no negative test: {sorted(rules - in_tables - elsewhere)}"
+
+
+def test_the_error_names_line_instruction_value_limit_and_rule():
+    def kernel():
+        tile = sb(128, 4)
+        nisa.memset(tile[16:48], 0.0)
+
+    with pytest.raises(emulator.NKIError) as caught:
+        nki.simulate(kernel)()
+    error = caught.value
+    line = kernel.__code__.co_firstlineno + 2
+    assert error.instruction == "memset" and error.location == f"{__file__}:{line}"
+    assert str(error) == (
+        f"{__file__}:{line}: nisa.memset: dst has 32 partitions from 16; more than 64 start at 0, 33 to 64 at 0 or "
+        "64, up to 32 at a multiple of 32 [start-partition]"
+    )
+
+
+def test_every_instruction_is_in_the_table_with_its_page():
+    assert {"dma_copy", "memset", "nc_matmul"} < set(emulator.INSTRUCTIONS)
+    for name, entry in emulator.INSTRUCTIONS.items():
+        assert getattr(nisa, name).__wrapped__ is entry.execute
+        assert entry.page.endswith(f"nki.isa.{name}.html")
+
+
+def test_a_type_error_of_the_kernel_itself_stays_a_type_error():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        nki.simulate(lambda: nisa.memset(sb(2, 2), 1 + "1"))()
+
+
+def test_bf16_is_a_dtype_by_any_name():
+    def kernel():
+        for dtype in ("bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), nl.bfloat16):
+            assert sb(2, 2, dtype=dtype).dtype == nl.bfloat16 == "bfloat16"
+        assert sb(2, 2, dtype="float8e4").dtype == nl.float8_e4m3
+
+    nki.simulate(kernel)()
