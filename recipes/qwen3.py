@@ -1,17 +1,20 @@
-"""Qwen3 through torchtitan's native model: one recipe, in the size of Qwen3-4B-Instruct-2507 and in a tiny one.
+"""Qwen3 through torchtitan's native model: dense, and as a mixture of experts with our kernels in it.
 
-Select a function by `--module trn_kernels.recipes.qwen3 --config NAME`. Each is a stock torchtitan run; the
-kernels come in by `--override.imports trn_kernels.overrides` on the command line.
+Select a function by `--module trn_kernels.recipes.qwen3 --config NAME`. Those named `native_` are stock torchtitan
+runs, where the kernels come in by `--override.imports trn_kernels.overrides` on the command line; those named
+`nki_` have that in their config.
 
 Attention is scaled_dot_product_attention, which knows no document borders: packed documents attend to the
 ones before them in their sequence, although RoPE restarts at 0 for each.
 """
 
+import importlib
+import inspect
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan.config import derive
+from torchtitan.config import CompileConfig, OverrideConfig, derive
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3 import Qwen3Model, model_registry
 from torchtitan.models.qwen3.config_registry import qwen3_32b
@@ -43,16 +46,59 @@ def native_qwen3_debug() -> Trainer.Config:
 
     Makes its tokenizer and English text in `assets/debug` of the current folder, if they are not there yet.
     """
-    assets = debug_assets()
-    config = _native_qwen3("debugmodel", str(assets))
-    config.model_spec.model.layers = config.model_spec.model.layers[:4]
-    config.dataloader.dataset_path = str(assets / "text")
-    config.metrics.log_freq = 1
-    config.lr_scheduler.warmup_steps = 2
-    config.training.seq_len = 256
-    config.training.local_batch_size = 2
-    config.activation_checkpoint = None
+    return _for_two_cores(_native_qwen3("debugmodel", "assets/debug", reduced=(4, None, None)))
+
+
+def nki_qwen3_30b_a3b() -> Trainer.Config:
+    """Qwen3-30B-A3B reduced to 4 layers and 64 experts, 4 of them per token; sharded over all processes, eager.
+
+    Expects the model's tokenizer in `assets/hf/Qwen3-30B-A3B` (or `--hf_assets_path`); for the data set see
+    `native_qwen3_4b`.
+    """
+    eager = CompileConfig(enable=False, backend="neuron")
+    return qwen3_nki_moe_config("30B-A3B", compile_config=eager, n_layers=4, num_experts=64, top_k=4)
+
+
+def nki_qwen3_moe_debug() -> Trainer.Config:
+    """The same recipe with 4 layers of torchtitan's debug model, 8 experts, 2 per token, for two CPU cores."""
+    return _for_two_cores(qwen3_nki_moe_config("debugmodel_moe", n_layers=4, num_experts=8, top_k=2))
+
+
+def qwen3_nki_moe_config(
+    flavor: str,
+    *,
+    compile_config: CompileConfig | None = None,
+    n_layers: int | None = None,
+    num_experts: int | None = None,
+    top_k: int | None = None,
+) -> Trainer.Config:
+    """A Qwen3 mixture of experts with our RoPE and experts: `--override.imports trn_kernels.overrides` built in.
+
+    Args:
+        flavor: a MoE flavor of torchtitan's Qwen3, such as "30B-A3B".
+        compile_config: for `torch.compile`; gradient clipping is added to the compiled components where torchtitan
+            can compile it. None leaves torchtitan's default, off.
+        n_layers, num_experts, top_k: make the model smaller; None keeps the flavor's.
+
+    Raises:
+        ValueError: a flavor without experts, or a size that it cannot be reduced to.
+    """
+    config = _native_qwen3(flavor, f"assets/hf/Qwen3-{flavor}", reduced=(n_layers, num_experts, top_k))
+    if config.model_spec.model.layers[0].moe is None:
+        raise ValueError(f"flavor {flavor!r} of Qwen3 has no experts")
+    if compile_config is not None:
+        components = compile_config.components
+        if compile_config.enable and "grad_clip" not in components and _can_compile_grad_clip():
+            components = [*components, "grad_clip"]
+        config.compile = replace(compile_config, components=list(components))
+    config.override = OverrideConfig(imports=["trn_kernels.overrides"])
     return config
+
+
+def _can_compile_grad_clip() -> bool:
+    """Does this torchtitan know the component? The builds that do look for its name where they clip."""
+    modules = ("torchtitan.trainer", "torchtitan.distributed.utils", "torchtitan.config.configs")
+    return any('"grad_clip"' in inspect.getsource(importlib.import_module(module)) for module in modules)
 
 
 class Qwen3(Qwen3Model):
@@ -60,6 +106,9 @@ class Qwen3(Qwen3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
+        reduced: tuple[str, ...] = ()
+        """Fields of `config.json` in which this model is smaller on purpose."""
+
         def update_from_config(self, *, config, **kwargs) -> None:
             # Here the path is final: --hf_assets_path may have changed it.
             match_hf_config(self, config.hf_assets_path)
@@ -79,18 +128,18 @@ def match_hf_config(model: Qwen3Model.Config, hf_assets_path: str) -> None:
     path = Path(hf_assets_path, "config.json")
     if not path.exists():
         return
-    found = {"attention_bias": False, "use_sliding_window": False} | json.loads(path.read_text())
+    found = {"attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    found |= json.loads(path.read_text())
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    attention = model.layers[0].attention
+    attention, moe = model.layers[0].attention, model.layers[0].moe
     native = {
-        "model_type": "qwen3",
+        "model_type": "qwen3" if moe is None else "qwen3_moe",
         "hidden_size": model.dim,
         "num_hidden_layers": len(model.layers),
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.n_kv_heads,
         "head_dim": attention.head_dim,
-        "intermediate_size": model.layers[0].feed_forward.w1.out_features,
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.enable_weight_tying,
         "rms_norm_eps": model.norm.eps,
@@ -99,8 +148,20 @@ def match_hf_config(model: Qwen3Model.Config, hf_assets_path: str) -> None:
         "use_sliding_window": False,
         "rope_type": "default",
     }
+    if moe is None:
+        native["intermediate_size"] = model.layers[0].feed_forward.w1.out_features
+    else:
+        native |= {
+            "moe_intermediate_size": _inner_experts(moe).hidden_dim,
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.router.top_k,
+            "norm_topk_prob": moe.router.route_norm,
+            # Every layer is a mixture.
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     for field, value in native.items():
-        if found.get(field) != value:
+        if field not in model.reduced and found.get(field) != value:
             raise ValueError(f"{field} is {found.get(field)!r} in {path}, but {value!r} in the native model")
     taken = {
         "rope_theta": rope.get("rope_theta", found.get("rope_theta")),
@@ -113,7 +174,11 @@ def match_hf_config(model: Qwen3Model.Config, hf_assets_path: str) -> None:
 
 
 def _native_qwen3(
-    flavor: str, hf_assets_path: str, theta: float | None = None, max_positions: int | None = None
+    flavor: str,
+    hf_assets_path: str,
+    theta: float | None = None,
+    max_positions: int | None = None,
+    reduced: tuple[int | None, int | None, int | None] = (None, None, None),
 ) -> Trainer.Config:
     """torchtitan's qwen3_32b() around another flavor; theta and max_positions replace those of the flavor."""
     config = qwen3_32b()
@@ -121,6 +186,7 @@ def _native_qwen3(
     model = config.model_spec.model
     if theta is not None:
         _set_rope(model, theta, max_positions)
+    _reduce(model, flavor, *reduced)
     match_hf_config(model, hf_assets_path)
     config.loss.loss_fn.global_vocab_size = model.vocab_size
     config.hf_assets_path = hf_assets_path
@@ -129,6 +195,52 @@ def _native_qwen3(
     config.parallelism.data_parallel_shard_degree = -1
     config.checkpoint.export_dtype = "bfloat16"
     return config
+
+
+def _for_two_cores(config: Trainer.Config) -> Trainer.Config:
+    """Debug assets (made in `assets/debug` of the current folder if they are not there), short sequences."""
+    assets = debug_assets()
+    config.hf_assets_path = str(assets)
+    config.dataloader.dataset_path = str(assets / "text")
+    config.metrics.log_freq = 1
+    config.lr_scheduler.warmup_steps = 2
+    config.training.seq_len = 256
+    config.training.local_batch_size = 2
+    config.activation_checkpoint = None
+    return config
+
+
+def _reduce(model: Qwen3.Config, flavor: str, n_layers: int | None, num_experts: int | None, top_k: int | None) -> None:
+    """Make a model config smaller in place, and remember in which fields of config.json."""
+    if n_layers is not None:
+        if not 1 <= n_layers <= len(model.layers):
+            raise ValueError(f"n_layers is {n_layers}; flavor {flavor} has {len(model.layers)}")
+        model.layers = model.layers[:n_layers]
+        model.reduced += ("num_hidden_layers",)
+    if num_experts is None and top_k is None:
+        return
+    for moe in (layer.moe for layer in model.layers if layer.moe is not None):
+        experts, chosen = num_experts or moe.num_experts, top_k or moe.router.top_k
+        if not 1 <= chosen <= experts <= moe.num_experts:
+            raise ValueError(
+                f"num_experts is {experts} and top_k {chosen}; flavor {flavor} has {moe.num_experts} experts, "
+                "of which a token takes at most all"
+            )
+        router, dispatcher = moe.router, _dispatcher(moe)
+        moe.num_experts = router.num_experts = router.gate.out_features = experts
+        _inner_experts(moe).num_experts = dispatcher.num_experts = experts
+        router.top_k = dispatcher.top_k = chosen
+    model.reduced += ("num_experts", "num_experts_per_tok")
+
+
+def _inner_experts(moe):
+    """Config of the experts of a MoE config; before 16 July 2026 torchtitan had no `routed_experts` between."""
+    return moe.routed_experts.inner_experts if hasattr(moe, "routed_experts") else moe.experts
+
+
+def _dispatcher(moe):
+    """Config of the token dispatcher of a MoE config, wherever this torchtitan keeps it."""
+    return moe.routed_experts.token_dispatcher if hasattr(moe, "routed_experts") else moe.experts.token_dispatcher
 
 
 def _model_spec(flavor: str) -> ModelSpec:

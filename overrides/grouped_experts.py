@@ -1,0 +1,58 @@
+"""Experts of torchtitan's mixtures of experts (Qwen3-MoE, DeepSeek, ...) through our NKI kernels.
+
+Scope: `GroupedExperts` itself, not its subclasses (gpt-oss, quantised experts). Parameters, their names and their
+layouts are the stock module's, so checkpoints are those of the stock model in both directions.
+
+    --override.imports trn_kernels.overrides.nki_grouped_experts
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.config import derive
+from torchtitan.models.common.moe import GroupedExperts
+
+from trn_kernels import ops
+
+
+class NKIGroupedExperts(GroupedExperts):
+    """`GroupedExperts` computed by `trn_kernels.ops.grouped_experts`.
+
+    The stock module multiplies in bfloat16 whatever it is given; this one multiplies in the dtype of its input, or
+    in autocast's where that is on, and accumulates in float32.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Run each expert on its rows.
+
+        Args:
+            x_RD: `[R, D]`, rows sorted by expert; R may differ from step to step, and be 0.
+            num_tokens_per_expert_E: `[E]` integers, rows of each local expert.
+
+        Returns:
+            `[R, D]` in the dtype of x_RD. Under tensor parallelism of the experts, this rank's part of the sum.
+        """
+        device = x_RD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RD.dtype
+        # The expert region works on local tensors: its weights' gradients are local too, as in the stock module.
+        weights = (_local(w).to(dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        return ops.grouped_experts(x_RD.to(dtype), *weights, num_tokens_per_expert_E).to(x_RD.dtype)
+
+    # Until 16 July 2026 `forward` also dispatched the tokens, and called this for the experts.
+    if hasattr(GroupedExperts, "_experts_forward"):
+        _experts_forward = forward
+        del forward
+
+
+def nki_grouped_experts(cfg: GroupedExperts.Config) -> NKIGroupedExperts.Config:
+    """Mixture-of-experts layers by NKI kernels, forward and backward."""
+    return derive(cfg, NKIGroupedExperts.Config)
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
