@@ -12,8 +12,9 @@ import numpy as np
 from . import dtypes
 from .errors import NKIError
 
-# torch and NKI use the same names, but for IEEE-like e4m3, which torch does not have.
-_RAW = {2: "int16", 1: "uint8"}
+# Integers of torch and NumPy by bytes per element, to pass dtypes that NumPy lacks.
+_BITS = {1: "uint8", 2: "int16", 4: "int32"}
+# torch and NKI use the same names, but for IEEE-like e4m3, which torch does not have. Of those, NumPy has:
 _NATIVE = {"float32", "float16", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool"}
 
 
@@ -23,16 +24,16 @@ def is_torch(value) -> bool:
 
 
 def to_numpy(tensor) -> np.ndarray:
-    """A NumPy array on the memory of a contiguous CPU tensor."""
+    """A NumPy array on the memory of a contiguous CPU tensor.
+
+    ``Tensor.numpy()`` would forbid for good to resize the storage, which is how FSDP frees its parameters.
+    """
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise NKIError("argument", f"a contiguous CPU tensor is needed, got {tensor.device}, strides {tensor.stride()}")
-    tensor = tensor.detach()
     name = str(tensor.dtype).removeprefix("torch.")
-    if name in _NATIVE:
-        return tensor.numpy()
-    dtype = dtypes.NUMPY[dtypes.name_of(name)]
-    return tensor.view(getattr(torch, _RAW[dtype.itemsize])).numpy().view(dtype)
+    dtype = np.dtype(bool) if name == "bool" else dtypes.NUMPY[dtypes.name_of(name)]
+    return np.from_dlpack(tensor.detach().view(getattr(torch, _BITS[dtype.itemsize]))).view(dtype)
 
 
 def to_torch(array: np.ndarray):
@@ -43,4 +44,4 @@ def to_torch(array: np.ndarray):
         return torch.from_numpy(array)
     if not hasattr(torch, name):
         raise NKIError("argument", f"torch has no dtype {name}")
-    return torch.from_numpy(array.view(_RAW[array.dtype.itemsize])).view(getattr(torch, name))
+    return torch.from_numpy(array.view(_BITS[array.dtype.itemsize])).view(getattr(torch, name))

@@ -264,10 +264,8 @@ def _grouped_experts_op(
     lnc = logical_neuron_cores()
     rows, slots = routing_tables(num_tokens_per_expert, x.shape[0], lnc)
     x, w1, w2, w3 = (t.contiguous() for t in (x, w1, w2, w3))
-    if x.shape[0] == 0:
-        results = (torch.empty_like(x),)
-    else:
-        results = _forward[lnc](x, w1, w2, w3, rows, slots, save)
+    # Nothing runs for no rows.
+    results = _forward[lnc](x, w1, w2, w3, rows, slots, save) if x.shape[0] else (torch.empty_like(x),)
     empty = _shapes(x, w1, save, lnc)[1]
     y, h1, h3 = results if len(results) == 3 else (results[0], x.new_empty(empty), x.new_empty(empty))
     return y, h1, h3, rows, slots

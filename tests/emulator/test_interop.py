@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trn_kernels import emulator
+from trn_kernels.emulator import interop
 
 emulator.install()
 
@@ -140,3 +141,10 @@ def test_a_read_only_argument_can_be_read():
     x = np.ones((2, 2), np.float32)
     x.flags.writeable = False
     assert (nki.simulate(copy)(x) == 1).all()
+
+
+def test_the_storage_can_still_be_freed():
+    """FSDP frees a parameter by resizing its storage, which ``Tensor.numpy()`` would forbid."""
+    tensor = torch.ones(4, 4, dtype=torch.bfloat16)
+    interop.to_numpy(tensor)
+    tensor.untyped_storage().resize_(0)

@@ -169,7 +169,7 @@ def test_the_plan_of_real_shapes():
     assert module._plan_forward(dim, hidden, 2, True) == (2, hidden, 2)
     assert module._plan_backward(dim, hidden, 2, True) == (2, hidden, 2)
     assert module._plan_forward(dim, hidden, 4, True)[0] == 1
-    assert module.SBUF_BYTES == emulator.arch.TRN2.sbuf_usable_bytes
+    assert emulator.arch.TRN2.sbuf_usable_bytes == module.SBUF_BYTES
     # Weight gradients: accumulators, and four tiles of both operands, twice.
     for left, right in ((hidden, dim), (dim, hidden)):
         columns = min(right, module.ACCUMULATOR_COLUMNS)
