@@ -67,18 +67,23 @@ CASES = {
 def test_as_accurate_as_pytorch(case, dtype, lnc, monkeypatch):
     """The error against fp64 is at most 1.5 times that of the same loop in the same dtype."""
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
-    args = make(*CASES[case], dtype=dtype)
-    got = gradients(grouped_experts, *args)
-    same_dtype = gradients(grouped_experts_reference, *args)
-    truth = gradients(grouped_experts_reference, *(t.double() for t in args[:4]), args[4])
-    for ours, theirs, right in zip(got, same_dtype, truth, strict=True):
-        assert ours.dtype == dtype and ours.is_contiguous() and ours.shape == right.shape
-        if right.numel():
-            mine, reference = ((t.double() - right).norm() / (right.norm() + 1e-30) for t in (ours, theirs))
-            assert mine <= 1.5 * reference + 1e-7
-    for gradient in got[2:]:
-        unused = gradient[args[4] == 0]
-        assert torch.equal(unused, torch.zeros_like(unused))
+    counts, dim, hidden = CASES[case]
+    mine, reference, size = torch.zeros(5).double(), torch.zeros(5).double(), torch.zeros(5).double()
+    # The rounding errors of one row are few: more draws of it.
+    for seed in range(8 if counts.sum() < 10 else 1):
+        args = make(counts, dim, hidden, dtype=dtype, seed=seed)
+        upstream = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        got = gradients(grouped_experts, *args, upstream)
+        same_dtype = gradients(grouped_experts_reference, *args, upstream)
+        truth = gradients(grouped_experts_reference, *(t.double() for t in args[:4]), args[4], upstream)
+        for i, (ours, theirs, right) in enumerate(zip(got, same_dtype, truth, strict=True)):
+            assert ours.dtype == dtype and ours.is_contiguous() and ours.shape == right.shape
+            for total, value in ((mine, ours - right), (reference, theirs - right), (size, right)):
+                total[i] += value.detach().double().square().sum()
+        for gradient in got[2:]:
+            unused = gradient[counts == 0]
+            assert torch.equal(unused, torch.zeros_like(unused))
+    assert (mine.sqrt() <= 1.5 * reference.sqrt() + 1e-7 * size.sqrt()).all()
 
 
 def test_rows_of_no_expert_are_zero():
@@ -307,7 +312,7 @@ def test_the_reference_backend_agrees(monkeypatch, dtype):
     assert set(neuron.launches()) == {("grouped_experts", "reference"), ("grouped_experts_backward", "reference")}
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     for a, b in zip(kernel, reference, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
 
 
 # -- any input ------------------------------------------------------------------------------------------
@@ -324,7 +329,9 @@ def test_any_shape_equals_the_loop(data):
         patch.setenv("NEURON_LOGICAL_NC_CONFIG", draw(st.sampled_from(["1", "2"]), "LNC"))
         got = gradients(grouped_experts, *args)
     for a, b in zip(got, gradients(grouped_experts_reference, *args), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(b.abs().max()) if b.numel() else 1.0))
+        torch.testing.assert_close(
+            a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(b.detach().abs().max()) if b.numel() else 1.0)
+        )
 
 
 # -- bad input ------------------------------------------------------------------------------------------
