@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NPROC ?= 2
 CONFIG ?= native_qwen3_debug
+FINETUNED := outputs/checkpoint_qwen3_debug_ft
+LAUNCH = torchrun --nproc_per_node=$(NPROC) --rdzv_backend c10d --rdzv_endpoint localhost:0 --local-ranks-filter 0 --role rank --tee 3 -m trn_kernels.recipes.train --module trn_kernels.recipes.qwen3
 
-.PHONY: install train test lint clean
+.PHONY: install train finetune test lint clean
 
 install: $(STAMP)
 
@@ -18,7 +20,15 @@ $(STAMP): pyproject.toml constraints.txt
 # make prints the command before it runs; it is the same one on trn2 (see README.md).
 train: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 \
-	torchrun --nproc_per_node=$(NPROC) --rdzv_backend c10d --rdzv_endpoint localhost:0 --local-ranks-filter 0 --role rank --tee 3 -m trn_kernels.recipes.train --module trn_kernels.recipes.qwen3 --config $(CONFIG) --override.imports trn_kernels.overrides
+	$(LAUNCH) --config $(CONFIG) --override.imports trn_kernels.overrides
+
+# Weights of Hugging Face in, 5 steps, weights of Hugging Face out; then proof of the export, and plain transformers.
+finetune: install
+	rm -rf $(FINETUNED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 \
+	$(LAUNCH) --config v5_qwen3_debug_finetune
+	$(BIN)/python -m trn_kernels.recipes.verify export $(FINETUNED)/step-5 --reference assets/debug_qwen3
+	cd $(FINETUNED) && "$(CURDIR)/$(BIN)/python" -c 'from transformers import pipeline; print(pipeline("text-generation", "step-5", max_new_tokens=8)("The import statement")[0]["generated_text"])'
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto

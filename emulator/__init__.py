@@ -14,12 +14,24 @@ import importlib.util
 import sys
 
 from .errors import NKIError
-from .machine import core_order, simulate
+from .machine import core_order, simulate, unchecked
+from .profiler import Report, profile
 from .table import INSTRUCTIONS
 
-__all__ = ["INSTRUCTIONS", "NKIError", "core_order", "install", "installed", "real_nki", "simulate"]
+__all__ = [
+    "INSTRUCTIONS",
+    "NKIError",
+    "Report",
+    "core_order",
+    "install",
+    "installed",
+    "profile",
+    "real_nki",
+    "simulate",
+    "unchecked",
+]
 
-_SUBMODULES = ("isa", "language", "typing")
+_SUBMODULES = ("collectives", "dtype", "isa", "isa.constants", "language", "typing")
 
 
 def real_nki() -> bool:
@@ -44,4 +56,4 @@ def install() -> None:
     package = importlib.import_module(f"{__name__}.nki")
     sys.modules["nki"] = package
     for name in _SUBMODULES:
-        sys.modules[f"nki.{name}"] = getattr(package, name)
+        sys.modules[f"nki.{name}"] = importlib.import_module(f"{__name__}.{name}")

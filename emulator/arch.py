@@ -29,6 +29,8 @@ class Target:
     matmul_moving: int = 512
     """Elements of the moving free dimension, one PSUM bank of fp32."""
     vector_transpose: int = 32
+    bn_stats: int = 512
+    """Most elements per partition of one ``bn_stats``."""
     sbuf_elements: int = 65536
     """Most elements per partition that one instruction covers in SBUF."""
     psum_elements: int = 4096

@@ -22,6 +22,16 @@ FLOATS = {
 INTEGERS = {name: np.dtype(name) for name in ("int8", "int16", "int32", "uint8", "uint16", "uint32")}
 # nl.bool_ is stored as one byte, 0 or 1.
 NUMPY = {**FLOATS, **INTEGERS, "bool": np.dtype(np.uint8)}
+# Names that kernels mention; a tensor of one of these is refused.
+UNAVAILABLE = (
+    "float8_e4m3fn",
+    "float8_e8m0fnu",
+    "tfloat32",
+    "float8_e5m2_x4",
+    "float8_e4m3fn_x4",
+    "float4_e2m1fn_x4",
+)
+NAMES = (*NUMPY, *UNAVAILABLE)
 _LEGACY = {"float8e4": "float8_e4m3", "float8e5": "float8_e5m2", "bool_": "bool"}
 
 # What fresh memory holds, so that a read before the first write shows: NaN, or 4 as in AWS's simulator.

@@ -24,7 +24,7 @@ class NKIError(Exception):
         self.rule = rule
         self.message = message
         self.instruction: str | None = None
-        self.location = _kernel_location()
+        self.location = kernel_location(2)
 
     def __str__(self) -> str:
         where = f"{self.location}: " if self.location else ""
@@ -32,9 +32,9 @@ class NKIError(Exception):
         return f"{where}{what}{self.message} [{self.rule}]"
 
 
-def _kernel_location() -> str | None:
+def kernel_location(depth: int = 1) -> str | None:
     """``file:line`` of the innermost frame outside the emulator: the kernel's own line."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(depth)
     while frame is not None and frame.f_code.co_filename.startswith(_EMULATOR):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else None

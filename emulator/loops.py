@@ -7,7 +7,7 @@ often: the documents leave it undefined where they diverge.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .errors import NKIError
 from .machine import core
@@ -24,8 +24,9 @@ def fori_loop(lower, upper, body_fun: Callable, step: int = 1) -> None:
     trips = range(_bound(lower, "lower"), _bound(upper, "upper"), step)
     running = core()
     running.count_trips(len(trips))
-    with running.loop():
+    with running.loop() as loop:
         for i in trips:
+            loop.iterate()
             _run(body_fun, VirtualRegister(i, frozen=True))
 
 
@@ -33,8 +34,9 @@ def while_loop(init: VirtualRegister, body_fun: Callable) -> None:
     """``r = body_fun(r)`` while the register r is not zero, starting with ``init``."""
     register, trips = init, 0
     running = core()
-    with running.loop():
+    with running.loop() as loop:
         while _condition(register).read():
+            loop.iterate()
             register = body_fun(VirtualRegister(register.read(), frozen=False))
             trips += 1
     running.count_trips(trips)
@@ -57,3 +59,17 @@ def _bound(value, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise NKIError("loop-bound", f"{what} is an int or a register, not {type(value).__name__}")
     return value
+
+
+def dynamic_range(start, stop=None, step: int = 1) -> Iterator[VirtualRegister]:
+    """The device loop of NKI up to 0.6: ``for i in nl.dynamic_range(start, stop, step)``; i is a register."""
+    start, stop = (0, start) if stop is None else (start, stop)
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        raise NKIError("loop-step", f"step is a positive int known when the kernel is built, not {step!r}")
+    trips = range(_bound(start, "start"), _bound(stop, "stop"), step)
+    running = core()
+    running.count_trips(len(trips))
+    with running.loop() as loop:
+        for i in trips:
+            loop.iterate()
+            yield VirtualRegister(i, frozen=True)

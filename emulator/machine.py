@@ -1,8 +1,8 @@
 """Runs kernels: ``nki.jit``, ``kernel[lnc]``, ``nki.simulate`` and the cores that a launch consists of.
 
 With LNC=2 a kernel runs once per physical core. Both cores see the same ``shared_hbm`` tensors; SBUF, PSUM
-and ``private_hbm`` are their own. The cores run one after the other, in an order that tests can choose:
-nothing in NKI orders them but barriers.
+and ``private_hbm`` are their own. The cores take turns (see ``cores``), in an order that tests can choose:
+nothing in NKI orders them but ``core_barrier`` and ``sendrecv``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import threadpoolctl
 
-from . import arch, dtypes, interop
+from . import arch, dtypes, interop, races
+from .cores import Meeting, Turns
 from .errors import NKIError
-from .tensor import MemoryRegion, Tensor, allocate, from_array, integer
+from .tensor import MemoryRegion, Storage, Tensor, allocate, from_array, integer
+
+if TYPE_CHECKING:
+    from .profiler import Recorder
 
 
 class Core:
@@ -31,27 +37,37 @@ class Core:
         target: the limits of the hardware.
     """
 
-    def __init__(self, index: int, cores: int, has_grid: bool, shared: list[Tensor], trips: list[int]):
+    def __init__(self, index: int, launch: _Launch):
         self.index = index
-        self.cores = cores
-        self.has_grid = has_grid
+        self.cores = launch.cores
+        self.has_grid = launch.has_grid
         self.target = arch.target()
-        self._shared = shared
+        self._launch = launch
+        self._shared = launch.shared
         self.shared_count = 0
-        self._trips = trips
+        self._trips = launch.trips
+        # What the reductions of the Scalar and the Vector engine add to: see ``isa.accumulators``.
+        self._no_reorder = 0
+        # Of the instruction that runs: which elements of its result are made of what nothing wrote.
+        self.unwritten: np.ndarray | None = None
+        self.accumulators: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.loops_count = 0
-        self._loops: list[object] = [object()]
+        self._loops: list[_Loop] = [_Loop(None)]
+        self.recorder: Recorder | None = None
 
     def ndarray(self, shape, dtype, region: MemoryRegion, name: str) -> Tensor:
         """Allocate. The n-th ``shared_hbm`` tensor of every core is one tensor."""
         if region is not MemoryRegion.shared_hbm:
-            tensor = allocate(shape, dtype, region, name)
+            tensor = allocate(shape, dtype, region, name, self._launch.check_unwritten)
             tensor.storage.loop = self.innermost_loop
+            if self.innermost_loop.path is not None:
+                tensor.storage.slot = (*self.innermost_loop.path, region, self.innermost_loop.ordinal())
             return tensor
         at = self.shared_count
         self.shared_count += 1
         if at == len(self._shared):
-            self._shared.append(allocate(shape, dtype, region, name))
+            self._shared.append(allocate(shape, dtype, region, name, self._launch.check_unwritten))
+            self._launch.adopt(self._shared[-1])
         tensor = self._shared[at]
         wanted = dtypes.name_of(dtype)
         if tensor.shape != tuple(shape) or tensor.dtype != wanted:
@@ -60,6 +76,30 @@ class Core:
                 f"core {self.index} allocates {tuple(shape)} {wanted} where the other core allocated {tensor!r}",
             )
         return tensor
+
+    def constant(self, array: np.ndarray) -> Tensor:
+        """A read-only tensor in shared HBM with these values, the same on both cores."""
+        new = self.shared_count == len(self._shared)
+        tensor = self.ndarray(array.shape, array.dtype, MemoryRegion.shared_hbm, "")
+        if new:
+            tensor.array()[...] = array
+            tensor.storage.filled, tensor.storage.writable = True, False
+        elif not np.array_equal(dtypes.raw(tensor.array()), dtypes.raw(array)):
+            raise NKIError("shared-constant", f"the cores give {tensor!r} different values")
+        return tensor
+
+    @contextlib.contextmanager
+    def no_reorder(self) -> Iterator[None]:
+        """``with nl.no_reorder()``: no device loop starts inside."""
+        self._no_reorder += 1
+        try:
+            yield
+        finally:
+            self._no_reorder -= 1
+
+    def meet(self, meeting: Meeting) -> Meeting:
+        """Wait for the other core; what it brought."""
+        return self._launch.turns.meet(self.index, meeting)
 
     def count_trips(self, trips: int) -> None:
         """Record how often the next device loop of this core runs; the n-th of every core runs equally often."""
@@ -74,21 +114,70 @@ class Core:
             )
 
     @contextlib.contextmanager
-    def loop(self) -> Iterator[None]:
+    def loop(self) -> Iterator[_Loop]:
         """The body of a device loop runs."""
-        self._loops.append(object())
+        if self._no_reorder:
+            raise NKIError("loop-no-reorder", "a device loop inside nl.no_reorder()")
+        outer = self._loops[-1]
+        self._loops.append(_Loop((*(outer.path or ()), "loop", outer.ordinal())))
         try:
-            yield
+            yield self._loops[-1]
         finally:
             self._loops.pop()
 
     @property
-    def innermost_loop(self) -> object:
-        """Identity of the device loop whose body runs, or of the kernel outside loops."""
+    def innermost_loop(self) -> _Loop:
+        """The device loop whose body runs, or the kernel outside loops."""
         return self._loops[-1]
 
 
+class _Launch:
+    """What the cores of one launch share."""
+
+    def __init__(self, cores: int, has_grid: bool, check_unwritten: bool, check_races: bool):
+        self.cores = cores
+        self.has_grid = has_grid
+        self.check_unwritten = check_unwritten
+        self.shared: list[Tensor] = []
+        self.trips: list[int] = []
+        self.turns: Turns | None = None
+        self._watched: list[Storage] | None = [] if check_races and cores == 2 else None
+
+    def adopt(self, tensor: Tensor) -> None:
+        """A tensor in shared HBM, an argument or a new one."""
+        if self._watched is not None:
+            tensor.storage.accesses = races.Log()
+            self._watched.append(tensor.storage)
+
+    def met(self) -> None:
+        """The cores have met: what they did to shared HBM until now must not conflict."""
+        for storage in self._watched or ():
+            races.check(storage)
+
+
+class _Loop:
+    """A device loop that runs. ``path`` is the same for every iteration of the loops around it."""
+
+    def __init__(self, path: tuple | None):
+        self.path = path
+        self._count = 0
+
+    def iterate(self) -> None:
+        """The next iteration begins: it allocates what the first did."""
+        self._count = 0
+
+    def ordinal(self) -> int:
+        self._count += 1
+        return self._count
+
+
 _thread = threading.local()
+
+
+def recorder() -> Recorder | None:
+    """What records the instructions of the current kernel, if it is profiled."""
+    running = getattr(_thread, "core", None)
+    return None if running is None else running.recorder
 
 
 def core() -> Core:
@@ -115,6 +204,8 @@ class Kernel:
 
     def __call__(self, *args, **kwargs):
         running = getattr(_thread, "core", None)
+        if running is None and os.environ.get("NKI_SIMULATOR") == "1":
+            return Simulation(self)(*args, **kwargs)
         if running is None:
             raise NKIError(
                 "no-device",
@@ -159,6 +250,22 @@ def core_order(*order: int) -> Iterator[None]:
         _core_order = before
 
 
+_unchecked: frozenset[str] = frozenset()
+
+
+@contextlib.contextmanager
+def unchecked(*checks: str) -> Iterator[None]:
+    """Do without ``"never-written"`` or ``"core-race"`` in the launches of this block: faster, and less strict."""
+    global _unchecked
+    if not set(checks) <= {"never-written", "core-race"}:
+        raise ValueError(f"unchecked{checks}: what can be switched off is never-written and core-race")
+    before, _unchecked = _unchecked, _unchecked | set(checks)
+    try:
+        yield
+    finally:
+        _unchecked = before
+
+
 class Simulation:
     """A kernel that runs on the CPU when it is called: what ``simulate`` returns."""
 
@@ -171,30 +278,57 @@ class Simulation:
         return Simulation(self.kernel[lnc])
 
     def __call__(self, *args, **kwargs):
+        return self.run(args, kwargs)
+
+    def run(self, args, kwargs, recorders: list[Recorder] | None = None):
+        """Run the kernel; ``recorders``, one per core, get every instruction."""
         func, cores = self.kernel.func, self.kernel.lnc or 1
         if getattr(_thread, "core", None) is not None:
             raise NKIError("no-kernel", "nki.simulate inside a kernel")
         bound = inspect.signature(func).bind(*args, **kwargs)
         torch_like = False
+        copies: list[tuple[np.ndarray, np.ndarray]] = []
+        shape_only = recorders is not None and any(r.shape_only for r in recorders)
+        launch = _Launch(
+            cores,
+            self.kernel.lnc is not None,
+            check_unwritten="never-written" not in _unchecked and not shape_only,
+            check_races="core-race" not in _unchecked and not shape_only,
+        )
         for name, value in bound.arguments.items():
             if interop.is_torch(value):
                 torch_like, value = True, interop.to_numpy(value)
             if isinstance(value, np.ndarray):
-                if not value.flags.c_contiguous or not value.dtype.isnative:
-                    raise NKIError("argument", f"{name}: a contiguous array in native byte order is needed")
-                bound.arguments[name] = from_array(value, name)
+                if not value.dtype.isnative:
+                    raise NKIError("argument", f"{name}: an array in native byte order is needed")
+                contiguous = value if value.flags.c_contiguous else np.ascontiguousarray(value)
+                if contiguous is not value:
+                    contiguous.flags.writeable = value.flags.writeable
+                    copies.append((value, contiguous))
+                bound.arguments[name] = from_array(contiguous, name)
+                launch.adopt(bound.arguments[name])
 
-        shared: list[Tensor] = []
-        trips: list[int] = []
         results, counts = {}, {}
-        for index in (_core_order or (0, 1)) if cores == 2 else (0,):
-            running = _thread.core = Core(index, cores, self.kernel.lnc is not None, shared, trips)
+
+        def run(index: int) -> None:
+            running = _thread.core = Core(index, launch)
+            if recorders is not None:
+                running.recorder = recorders[index]
             try:
-                with _one_blas_thread():
-                    results[index] = func(*bound.args, **bound.kwargs)
+                results[index] = func(*bound.args, **bound.kwargs)
             finally:
                 _thread.core = None
             counts[index] = running.shared_count
+
+        with _one_blas_thread():
+            if cores == 2:
+                launch.turns = Turns(_core_order or (0, 1), run, launch.met)
+                launch.turns.run()
+            else:
+                run(0)
+        for original, contiguous in copies:
+            if original.flags.writeable:
+                original[...] = contiguous
         if len(set(counts.values())) > 1:
             raise NKIError("shared-hbm", f"the cores allocate different numbers of tensors in shared_hbm: {counts}")
         return _outputs(results[0], interop.to_torch if torch_like else lambda array: array)
@@ -223,4 +357,11 @@ def _outputs(result, convert):
         raise NKIError("output", f"a kernel returns tensors, not {type(result).__name__}")
     if result.buffer is not MemoryRegion.shared_hbm:
         raise NKIError("output", f"{result!r}: kernel outputs live in nl.shared_hbm")
+    if (unwritten := result.unwritten()) is not None:
+        first = tuple(int(i) for i in np.unravel_index(int(unwritten.argmax()), unwritten.shape))
+        raise NKIError(
+            "output-unwritten",
+            f"{np.count_nonzero(unwritten)} of {unwritten.size} elements of the output {result!r} were never written, "
+            f"the first is {first}{result.storage.from_where()}",
+        )
     return convert(np.ascontiguousarray(result.array()))

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import linecache
+import sys
+
 from .errors import NKIError
+
+
+@functools.cache
+def _while_conditions(file: str) -> tuple[tuple[int, int], ...]:
+    """First and last line of the condition of every ``while name:`` of a file."""
+    tree = ast.parse("".join(linecache.getlines(file)))
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.While) and isinstance(node.test, ast.Name)]
+    return tuple((test.lineno, test.end_lineno) for test in tests)
+
+
+def _is_while_condition(file: str, line: int) -> bool:
+    return any(first <= line <= last for first, last in _while_conditions(file))
 
 
 class VirtualRegister:
@@ -38,7 +55,14 @@ class VirtualRegister:
             "counted with; use nl.fori_loop, nl.while_loop or .ap(scalar_offset=)",
         )
 
-    __bool__ = __int__ = __index__ = __float__ = _no_value
+    def __bool__(self) -> bool:
+        """Only as the condition of ``while reg:``, the device loop of NKI up to 0.6."""
+        frame = sys._getframe(1)
+        if not _is_while_condition(frame.f_code.co_filename, frame.f_lineno):
+            self._no_value()
+        return self.read() != 0
+
+    __int__ = __index__ = __float__ = _no_value
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no_value
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _no_value
     __hash__ = None

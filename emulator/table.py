@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import NKIError
+from .machine import recorder
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ def instruction(check: Callable) -> Callable:
         def issue(*args, **kwargs):
             try:
                 check(*args, **kwargs)
-                execute(*args, **kwargs)
+                profile = recorder()
+                if profile is None or profile.issue(name, args, kwargs):
+                    execute(*args, **kwargs)
             except NKIError as error:
                 error.instruction = name
                 raise

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import dtypes
 from .arch import target
-from .errors import NKIError
+from .errors import NKIError, kernel_location
 from .registers import VirtualRegister
 
 
@@ -39,22 +39,38 @@ class Storage:
         raw: the bytes, flat uint8.
         region: the memory.
         row: elements of ``dtype`` per partition; on HBM the size of the whole tensor.
-        written: PSUM only, one flag per byte: has a matmul written it (see ``isa.tensor_engine``)?
+        written: PSUM only, one flag per byte: who wrote it (see ``isa.tensor_engine``)?
+        filled: which elements hold something: True (all), False (none), or one flag per ``unit`` bytes.
+        unit: bytes per flag of ``filled``.
+        origin: where what nothing wrote came from, if ``filled`` is not True because of a copy or a computation.
+        accesses: what the cores did to it since the last meeting (see ``races``); None where one core runs.
         loop: the device loop whose body allocated it (see ``machine.Core.innermost_loop``); None for arguments.
+        slot: the buffer; the iterations of a device loop allocate the same ones.
     """
 
-    __slots__ = ("raw", "region", "dtype", "shape", "row", "name", "written", "writable", "loop")
+    __slots__ = (
+        "raw", "region", "dtype", "shape", "row", "name", "written", "writable", "loop", "slot", "filled", "unit",
+        "origin", "accesses",
+    )  # fmt: skip
 
-    def __init__(self, raw, region, dtype, shape, name, writable=True):
+    def __init__(self, raw, region, dtype, shape, name, writable=True, filled: bool = False):
         self.raw = raw
         self.region = region
         self.dtype = dtype
         self.shape = shape
         self.row = prod(shape[1:]) if region.on_chip else prod(shape)
         self.name = name
-        self.written = np.zeros(raw.size, bool) if region is MemoryRegion.psum else None
+        self.written = np.zeros(raw.size, np.uint8) if region is MemoryRegion.psum else None
         self.writable = writable
+        self.filled: bool | np.ndarray = filled or raw.size == 0
+        self.unit = dtypes.itemsize(dtype)
+        self.origin: str | None = None
+        self.accesses = None
         self.loop: object | None = None
+        self.slot: object = self
+
+    def from_where(self) -> str:
+        return f"; it holds what {self.origin} made of unwritten elements" if self.origin else ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ class Indirect:
         """The one index, read now."""
         if isinstance(self.index, VirtualRegister):
             return self.index.read()
-        return int(self.index.array().reshape(-1)[0])
+        return int(self.index.load().reshape(-1)[0])
 
 
 class Tensor:
@@ -143,11 +159,89 @@ class Tensor:
 
     def written(self) -> np.ndarray:
         """PSUM only: the accumulation flags of ``array()``, with one more dimension: the bytes of an element."""
+        return self._per_byte(self.storage.written, self.shape, self.strides, self.offset)
+
+    def _per_byte(self, flags, shape, strides, offset) -> np.ndarray:
+        """The part of flat per-byte flags that lies under a view, with one more dimension: the bytes."""
         size = dtypes.itemsize(self.dtype)
-        if self.size == 0:
-            return np.empty((*self.shape, size), bool)
-        strides = (*(s * size for s in self.strides), 1)
-        return np.ndarray((*self.shape, size), bool, self.storage.written, self.offset * size, strides)
+        if prod(shape) == 0:
+            return np.empty((*shape, size), flags.dtype)
+        return np.ndarray((*shape, size), flags.dtype, flags, offset * size, (*(s * size for s in strides), 1))
+
+    # Which elements were ever written. Most tensors are filled by one instruction, which costs no flags.
+
+    def filled(self, shape=None, strides=None, offset=None) -> np.ndarray:
+        """The flags of ``Storage.filled`` under a view (default: this one), per element or per byte of it."""
+        shape, strides = self.shape if shape is None else shape, self.strides if strides is None else strides
+        offset = self.offset if offset is None else offset
+        storage = self.storage
+        if isinstance(storage.filled, bool):
+            storage.filled = (np.ones if storage.filled else np.zeros)(storage.raw.size // storage.unit, bool)
+        size = dtypes.itemsize(self.dtype)
+        if size != storage.unit and storage.unit != 1:  # two dtypes on one storage: flags per byte from now on
+            storage.filled, storage.unit = np.repeat(storage.filled, storage.unit), 1
+        if size != storage.unit:
+            return self._per_byte(storage.filled, shape, strides, offset)
+        if prod(shape) == 0:
+            return np.empty(shape, bool)
+        return np.ndarray(shape, bool, storage.filled, offset, strides)
+
+    def load(self) -> np.ndarray:
+        """The elements, to read them: all of them were written before."""
+        if self.storage.filled is not True:
+            self.check_filled()
+        return self.array()
+
+    def check_filled(self, flags: np.ndarray | None = None) -> None:
+        """Refuse to read what nothing wrote. ``flags``: those of the elements that are read, default all."""
+        storage = self.storage
+        if storage.filled is True or self.size == 0:
+            return
+        if flags is None:
+            flags = self.filled()
+        if flags.all():
+            if flags.size * storage.unit == storage.raw.size and not self.repeats():
+                storage.filled = True
+            return
+        missing = int(flags.size - np.count_nonzero(flags))
+        if storage.filled is not True and not np.asarray(storage.filled).any():
+            raise NKIError("never-written", f"{self!r} is read, and nothing has written it{storage.from_where()}")
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmin(flags)), flags.shape))[: self.ndim]
+        raise NKIError(
+            "never-written",
+            f"{missing} of {flags.size} elements of {self!r} are read before anything wrote them, the first is {at}"
+            + storage.from_where(),
+        )
+
+    def unwritten(self) -> np.ndarray | None:
+        """Per element, does it hold what nothing wrote? None where that is true of no element."""
+        if self.storage.filled is True or self.size == 0:
+            return None
+        flags = self.filled()
+        flags = ~(flags if flags.ndim == self.ndim else flags.all(axis=-1))
+        return flags if flags.any() else None
+
+    def forget(self, unwritten: np.ndarray | None) -> None:
+        """After a copy or a computation: what these elements were made of, in order, was unwritten, so they are."""
+        if unwritten is not None:
+            self.filled()[unwritten.reshape(self.shape)] = False
+            if self.storage.origin is None:
+                self.storage.origin = kernel_location()
+
+    def target(self) -> np.ndarray:
+        """The elements, to write all of them."""
+        self.fill()
+        return self.array()
+
+    def fill(self) -> None:
+        """Note that every element is written."""
+        storage = self.storage
+        if storage.filled is True:
+            return
+        if self.size * dtypes.itemsize(self.dtype) == storage.raw.size and 0 not in self.strides:
+            storage.filled = True  # no pattern of a destination repeats an element, so this is all of it
+        else:
+            self.filled()[...] = True
 
     def moved(self, skip: bool = False) -> Tensor | None:
         """The view where its scalar index, read now, puts it; None if that is outside and ``skip``."""
@@ -276,6 +370,160 @@ class Tensor:
         strides = self.strides[:first] + row_major(shape[first:])
         return Tensor(self.storage, self.dtype, shape, strides, self.offset)
 
+    def view(self, dtype) -> Tensor:
+        """The bytes as another dtype; the last dimension counts that one's elements."""
+        self._refuse_indirect("view")
+        old, new = dtypes.itemsize(self.dtype), dtypes.itemsize(dtype := dtypes.name_of(dtype))
+        if new == old:
+            return Tensor(self.storage, dtype, self.shape, self.strides, self.offset)
+        if self.strides[-1] != 1 and self.shape[-1] != 1:
+            raise NKIError("view", f"the last dimension of {self!r} is not contiguous")
+        starts = (self.offset, *self.strides[:-1], self.shape[-1], self.row)
+        if any(n * old % new for n in starts):
+            raise NKIError("view", f"{self.shape[-1]} elements of {self!r} are no whole number of {dtype}")
+        offset, *strides, last, _ = (n * old // new for n in starts)
+        return Tensor(self.storage, dtype, (*self.shape[:-1], last), (*strides, 1), offset)
+
+    # The views of NKI 0.5. On chip none of them moves the partition dimension.
+
+    def _dim(self, dim, what: str, first: int = 0) -> int:
+        self._refuse_indirect(what)
+        dim = integer(dim, "dim")
+        lowest = max(first, int(self.buffer.on_chip))
+        if not lowest <= dim < self.ndim:
+            raise NKIError("view", f"{what} of dimension {dim} of {self!r}")
+        return dim
+
+    def _with(self, shape, strides, offset=None) -> Tensor:
+        """The same storage under other dimensions; never fewer than NKI keeps."""
+        shape, strides = tuple(shape), tuple(strides)
+        for _ in range((2 if self.buffer.on_chip else 1) - len(shape)):
+            shape, strides = (*shape, 1), (*strides, 1)
+        return Tensor(self.storage, self.dtype, shape, strides, self.offset if offset is None else offset)
+
+    def slice(self, dim, start, end, step=1) -> Tensor:
+        """``self[..., start:end:step, ...]`` of one dimension."""
+        if not 0 <= integer(dim, "dim") < self.ndim:
+            raise NKIError("view", f"slice of dimension {dim} of {self!r}")
+        if not 0 <= integer(start, "start") < integer(end, "end"):
+            raise NKIError("index", f"slice from {start} to {end}: 0 <= start < end")
+        return self[(slice(None),) * dim + (slice(start, end, step),)]
+
+    def select(self, dim, index) -> Tensor:
+        """One element of a dimension, which goes; a register or tensor index is read at run time."""
+        if not isinstance(index, (Tensor, VirtualRegister)):
+            if not 0 <= integer(dim, "dim") < self.ndim:
+                raise NKIError("view", f"select of dimension {dim} of {self!r}")
+            return self[(slice(None),) * dim + (integer(index, "index"),)]
+        dim = self._dim(dim, "select")
+        if not isinstance(index, VirtualRegister):
+            _check_index(index, "index")
+            if index.size != 1:
+                raise NKIError("indirect", f"select takes one index, its shape is {index.shape}")
+        view = self._with(self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :])
+        view.indirect = Indirect(index, self.strides[dim], False)
+        return view
+
+    def vector_select(self, dim, vector_offset) -> Tensor:
+        """Row ``vector_offset[p]`` of dimension 0 for each partition p; HBM only."""
+        if self.buffer.on_chip or integer(dim, "dim") != 0:
+            raise NKIError("indirect", f"vector_select needs HBM and dimension 0, got {self!r}, dimension {dim}")
+        self._refuse_indirect("vector_select")
+        _check_index(vector_offset, "vector_offset")
+        view = self._with((vector_offset.shape[0], *self.shape[1:]), self.strides)
+        view.indirect = Indirect(vector_offset, self.strides[0], True)
+        return view
+
+    def permute(self, dims) -> Tensor:
+        """The dimensions in another order."""
+        self._refuse_indirect("permute")
+        dims = tuple(integer(d, "a dimension") for d in dims)
+        if sorted(dims) != list(range(self.ndim)) or (self.buffer.on_chip and dims[0] != 0):
+            raise NKIError("view", f"permute{dims} of {self!r}")
+        return self._with((self.shape[d] for d in dims), (self.strides[d] for d in dims))
+
+    def broadcast(self, dim, size) -> Tensor:
+        """A dimension of size 1 repeated, without a copy."""
+        dim = self._dim(dim, "broadcast")
+        if self.shape[dim] != 1:
+            raise NKIError("view", f"broadcast of dimension {dim} of {self!r}: its size must be 1")
+        return self._with(
+            (*self.shape[:dim], integer(size, "size"), *self.shape[dim + 1 :]),
+            (*self.strides[:dim], 0, *self.strides[dim + 1 :]),
+        )
+
+    def expand_dim(self, dim) -> Tensor:
+        """A new dimension of size 1 before ``dim``."""
+        self._refuse_indirect("expand_dim")
+        if not int(self.buffer.on_chip) <= integer(dim, "dim") <= self.ndim:
+            raise NKIError("view", f"expand_dim {dim} of {self!r}")
+        return self._with((*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 1, *self.strides[dim:]))
+
+    def squeeze_dim(self, dim) -> Tensor:
+        """Without a dimension of size 1."""
+        dim = self._dim(dim, "squeeze_dim")
+        if self.shape[dim] != 1:
+            raise NKIError("view", f"squeeze_dim {dim} of {self!r}: its size must be 1")
+        return self._with(self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :])
+
+    def reshape_dim(self, dim, shape) -> Tensor:
+        """One dimension split into several; one size may be -1."""
+        dim = self._dim(dim, "reshape_dim")
+        shape = tuple(integer(n, "a size") for n in shape)
+        known = prod(n for n in shape if n != -1)
+        if shape.count(-1) == 1 and known and self.shape[dim] % known == 0:
+            shape = tuple(self.shape[dim] // known if n == -1 else n for n in shape)
+        if not shape or min(shape) < 0 or prod(shape) != self.shape[dim]:
+            raise NKIError("view", f"dimension {dim} of {self!r} does not split into {shape}")
+        inner = (s * self.strides[dim] for s in row_major(shape))
+        return self._with(
+            (*self.shape[:dim], *shape, *self.shape[dim + 1 :]), (*self.strides[:dim], *inner, *self.strides[dim + 1 :])
+        )
+
+    def flatten_dims(self, start_dim, end_dim) -> Tensor:
+        """The dimensions from ``start_dim`` to ``end_dim`` (inclusive) as one."""
+        first, last = self._dim(start_dim, "flatten_dims"), self._dim(end_dim, "flatten_dims")
+        part = Tensor(self.storage, self.dtype, self.shape[first : last + 1], self.strides[first : last + 1])
+        if first > last or (part.size and len(part.steps()) > 1):
+            raise NKIError("view", f"dimensions {first} to {last} of {self!r}, strides {self.strides}, are not one run")
+        step = part.steps()[0][0] if part.size and part.steps() else 1
+        return self._with(
+            (*self.shape[:first], part.size, *self.shape[last + 1 :]),
+            (*self.strides[:first], step, *self.strides[last + 1 :]),
+        )
+
+    def rearrange(self, src_pattern, dst_pattern, fixed_sizes=None) -> Tensor:
+        """Split, reorder and merge dimensions by name: ``(("b", ("h", "w")), ("b", "w", "h"), {"h": 4})``."""
+        sizes = dict(fixed_sizes or {})
+        groups = [[g] if isinstance(g, str) else list(g) for g in src_pattern]
+        wanted = [[g] if isinstance(g, str) else list(g) for g in dst_pattern]
+        names = [name for group in groups for name in group]
+        if len(groups) != self.ndim or len(set(names)) != len(names) or sorted(names) != sorted(sum(wanted, [])):
+            raise NKIError("view", f"rearrange {src_pattern} to {dst_pattern} of {self!r}")
+        view = self
+        for dim in reversed(range(self.ndim)):
+            if len(groups[dim]) > 1:
+                view = view.reshape_dim(dim, [sizes.get(name, -1) for name in groups[dim]])
+            elif sizes.get(groups[dim][0], self.shape[dim]) != self.shape[dim]:
+                raise NKIError("view", f"rearrange: {groups[dim][0]} is {self.shape[dim]}, not {sizes}")
+        view = view.permute([names.index(name) for group in wanted for name in group])
+        for dim, group in enumerate(wanted):
+            if len(group) > 1:
+                view = view.flatten_dims(dim, dim + len(group) - 1)
+        return view
+
+    def is_contiguous(self) -> bool:
+        """Row-major without holes; on chip within each partition."""
+        return self._contiguous(int(self.buffer.on_chip))
+
+    def is_indirect(self) -> bool:
+        """Has the view a run-time address?"""
+        return self.indirect is not None
+
+    def get_pattern(self) -> list[list[int]]:
+        """``[[stride, count], ...]``, as ``.ap`` takes it."""
+        return [[stride, count] for stride, count in zip(self.strides, self.shape, strict=True)]
+
     def _contiguous(self, first_dim: int) -> bool:
         """Are the dimensions from ``first_dim`` row-major without holes?"""
         steps = self.steps(first_dim)
@@ -334,10 +582,11 @@ class Tensor:
                     "indirect",
                     f"vector_offset needs a tensor in HBM and indirect_dim 0, got {self!r}, dim {indirect_dim}",
                 )
-            if vector_offset.shape[0] != counts[0] or vector_offset.free_size != 1:
+            # dma_transpose takes more columns; the other users demand (counts[0], 1).
+            if vector_offset.size < counts[0]:
                 raise NKIError(
                     "indirect",
-                    f"vector_offset is ({counts[0]}, 1) for this pattern, its shape is {vector_offset.shape}",
+                    f"vector_offset has {counts[0]} indices for this pattern, its shape is {vector_offset.shape}",
                 )
             indirect = Indirect(vector_offset, prod(self.shape[1:]), True)
         elif scalar_offset is not None:
@@ -411,16 +660,17 @@ def _check_index(index, what: str) -> None:
         raise NKIError("index-operand", f"{what} is int32 or uint32, got {index.dtype}")
 
 
-def allocate(shape, dtype, region: MemoryRegion, name: str = "") -> Tensor:
-    """A fresh tensor, poisoned (NaN, integers 4)."""
+def allocate(shape, dtype, region: MemoryRegion, name: str = "", checked: bool = False) -> Tensor:
+    """A fresh tensor. ``checked``: reading what nothing wrote is refused; else it reads NaN, or 4 in integers."""
     shape = _shape(shape)
     dtype = dtypes.name_of(dtype)
     if region.on_chip:
         _check_on_chip(shape, dtype, region)
     count = prod(shape)
     raw = np.empty(count * dtypes.itemsize(dtype), np.uint8)
-    dtypes.poison(raw.view(dtypes.NUMPY[dtype]))
-    return Tensor(Storage(raw, region, dtype, shape, name), dtype, shape, row_major(shape))
+    if not checked:
+        dtypes.poison(raw.view(dtypes.NUMPY[dtype]))
+    return Tensor(Storage(raw, region, dtype, shape, name, filled=not checked), dtype, shape, row_major(shape))
 
 
 def from_array(array: np.ndarray, name: str) -> Tensor:
@@ -428,7 +678,7 @@ def from_array(array: np.ndarray, name: str) -> Tensor:
     dtype = dtypes.name_of(array.dtype)
     shape = array.shape or (1,)
     raw = array.reshape(-1).view(np.uint8)
-    storage = Storage(raw, MemoryRegion.shared_hbm, dtype, shape, name, writable=array.flags.writeable)
+    storage = Storage(raw, MemoryRegion.shared_hbm, dtype, shape, name, writable=array.flags.writeable, filled=True)
     return Tensor(storage, dtype, shape, row_major(shape))
 
 

@@ -10,11 +10,12 @@ Routing is data: shapes and the program are the same for every routing. Two inte
 
 * ``rows`` [LNC, N, T]: the row of x at each place of each tile, -1 where there is none. A row that is not there
   is not read (its place is zero) and not written.
-* ``slots`` [LNC, S + 3, 6]: a slot is one expert on one core; all cores run slot s, and as many tiles of it, at
+* ``slots`` [LNC, S + 3, 9]: a slot is one expert on one core; all cores run slot s, and as many tiles of it, at
   the same time, because device loops must not diverge between cores. Columns: EXPERT (whose weights to load),
-  RESULT (whose gradients to write, -1 for none), FIRST, PAIRS, QUADS, END: tiles FIRST to PAIRS go two at a time
-  in the forward, tiles FIRST to QUADS four at a time in weight gradients, the rest alone. After the S slots come
-  two empty ones, loaded ahead but never run, and one for the rows that belong to no expert.
+  RESULT (whose gradients to write, -1 for none); tiles FIRST to PAIRS go two at a time, PAIRS to END alone. Weight
+  gradients begin with two tiles that are always there (HEAD and the next: copies of the first two, or of nothing),
+  and add the others, FROM to QUADS four at a time, QUADS to TWOS two at a time, TWOS to END alone. After the S
+  slots come two empty ones, loaded ahead, and one for the rows that belong to no expert.
 
 Every expert, hence every row and every weight gradient, belongs to one core: the cores share nothing that is
 written, no barrier is needed, and the order in which they run changes no bit.
@@ -34,11 +35,10 @@ SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520
 ACCUMULATOR_BYTES = 48 * 1024
 ACCUMULATOR_COLUMNS = 2048
 
-EXPERT, RESULT, FIRST, PAIRS, QUADS, END = 0, 1, 2, 3, 4, 5
-SLOT_COLUMNS = 6
+EXPERT, RESULT, FIRST, PAIRS, END, HEAD, FROM, QUADS, TWOS = range(9)
+SLOT_COLUMNS = 9
 # Slots after the S that run: two loaded ahead, one for the rows of no expert.
 EXTRA_SLOTS = 3
-QUAD = 4
 
 
 @nki.jit
@@ -70,7 +70,7 @@ def grouped_experts(x, w1, w2, w3, rows, slots, save=False):
     Pseudocode:
         load the weights of slot 0
         for slots s:                                            (device loop, two slots each)
-            load the weights of slot s + 1                      (DMA, then transposed on the tensor engine)
+            load the weights of slot s + 1                      (transposed by the DMA or the tensor engine)
             for tiles of slot s:                                (device loop, two tiles each)
                 xT = transpose(gather(x, rows))
                 h1, h3 = xT^T w1T, xT^T w3T                     (PSUM, accumulated over D)
@@ -91,9 +91,10 @@ def grouped_experts(x, w1, w2, w3, rows, slots, save=False):
 
     def load(weights, slot, ahead, first, columns):
         info = _slot(slots, slot, ahead)
-        _load_transposed(weights[0], w1, info, first, columns, 0, dim)
-        _load_transposed(weights[1], w3, info, first, columns, 0, dim)
-        _load_transposed(weights[2], w2, info, 0, dim, first, columns)
+        expert = _expert_of_partitions(slots, slot, ahead)
+        _load_transposed(weights[0], w1, info, expert, first, columns, 0, dim)
+        _load_transposed(weights[1], w3, info, expert, first, columns, 0, dim)
+        _load_transposed(weights[2], w2, info, expert, 0, dim, first, columns)
 
     def allocate(columns):
         # w1T, w3T: (P, blocks of D, F); w2T: (P, blocks of F, D)
@@ -171,9 +172,10 @@ def grouped_experts_backward(
             scatter(dh1, dh3, a)                                (HBM scratch, for the second pass)
             scatter(grad_x) = dh1T^T w1 + dh3T^T w3             (PSUM, accumulated over F)
         for (left, right, gradient) in (dh1, x, w1), (dh3, x, w3), (grad_y, a, w2):
-            for slots s, chunks of the gradient:
-                for tiles of slot s:                            (device loop, four tiles each)
-                    accumulator += gather(left)^T gather(right) (PSUM over four tiles, then SBUF)
+            for slots s, chunks of the gradient:                (device loop, two slots each)
+                accumulator = gather(left)^T gather(right)      of the first two tiles
+                for the other tiles of slot s:                  (device loops, four, two and one tile each)
+                    accumulator += gather(left)^T gather(right) (PSUM over those tiles, then SBUF)
                 gradient[expert] = accumulator
     """
     num_rows, dim = x.shape
@@ -380,7 +382,7 @@ def _for_slots(slots, buffers, chunk, group, allocate, load, tile):
 
 
 def _slot(slots, slot, ahead):
-    """The numbers of slot ``slot + ahead`` of this core: (1, 6) int32 @ SBUF. ``slot`` None means 0."""
+    """The numbers of slot ``slot + ahead`` of this core: (1, 9) int32 @ SBUF. ``slot`` None means 0."""
     _, count, columns = slots.shape
     info = nl.ndarray((1, columns), dtype=nl.int32, buffer=nl.sbuf)
     offset = (_core() * count + ahead) * columns
@@ -555,9 +557,40 @@ def _load_blocks(buffer, weight, info, first_row, num_rows, first, columns):
         nisa.dma_copy(dst=buffer[:rest, full, :], src=source)
 
 
-def _load_transposed(buffer, weight, info, first_row, num_rows, first, columns):
-    """Part of [M, N] of the slot's expert, columns on the partitions: buffer (P, blocks of columns, rows) @ SBUF."""
-    _, _, width = weight.shape
+def _expert_of_partitions(slots, slot, ahead):
+    """The slot's expert on every partition: (P, 1) fp32 @ SBUF, as an operand of index arithmetic."""
+    _, count, columns = slots.shape
+    expert = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+    offset = (_core() * count + ahead) * columns + EXPERT
+    if slot is None:
+        source = slots.ap([[0, P], [1, 1]], offset=offset)
+    else:
+        source = slots.ap([[0, P], [1, 1]], offset=offset, scalar_offset=slot, indirect_dim=1)
+    nisa.dma_copy(dst=expert, src=source)
+    return expert
+
+
+def _load_transposed(buffer, weight, info, expert, first_row, num_rows, first, columns):
+    """Part of [M, N] of the slot's expert, columns on the partitions: buffer (P, blocks of columns, rows) @ SBUF.
+
+    The DMA transposes where it can: 16-bit elements in whole blocks. Elsewhere the tensor engine does.
+    """
+    num_experts, height, width = weight.shape
+    whole = num_rows % P == 0 and columns % P == 0
+    # Row numbers are computed in fp32, which is exact for integers up to 2**24.
+    if SIZE_OF[weight.dtype] == 2 and whole and num_experts * height <= 2**24:
+        blocks = num_rows // P
+        rows = nl.ndarray((P, blocks), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.iota(dst=rows, pattern=[[P, blocks]], offset=first_row, channel_multiplier=1)
+        start = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=start, data=expert, op0=nl.multiply, operand0=float(height))
+        index = nl.ndarray((P, blocks), dtype=nl.uint32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=index, data=rows, op0=nl.add, operand0=start)
+        flat = weight.reshape((num_experts * height, width))
+        for block in range(_blocks(columns)):
+            source = flat.ap([[width, num_rows], [1, P]], offset=first + block * P, vector_offset=index, indirect_dim=0)
+            nisa.dma_transpose(dst=buffer[:, block, :], src=source)
+        return
     for row in range(0, num_rows, P):
         count = min(P, num_rows - row)
         for start in range(0, columns, PIECE):
@@ -581,32 +614,33 @@ def _outer_products(left, right, shape, rows, slots):
     columns = min(num_right, ACCUMULATOR_COLUMNS)
     blocks = min(_blocks(num_left), max(1, ACCUMULATOR_BYTES // (columns * 4)))
 
-    def run(slot):
-        info = _slot(slots, slot, 0)
+    def run(slot, ahead):
+        info = _slot(slots, slot, ahead)
         for first_left in range(0, num_left, blocks * P):
             for first_right in range(0, num_right, columns):
-                _outer_product(
-                    result,
-                    left,
-                    right,
-                    first_left,
-                    min(blocks * P, num_left - first_left),
-                    first_right,
-                    min(columns, num_right - first_right),
-                    rows,
-                    info,
-                )
+                left_part = (left, first_left, min(blocks * P, num_left - first_left))
+                right_part = (right, first_right, min(columns, num_right - first_right))
+                _outer_product(result, left_part, right_part, rows, info)
 
-    nl.fori_loop(0, slots.shape[1] - EXTRA_SLOTS, run)
+    def two(slot):
+        # The second has its own buffers, which load while the first computes.
+        run(slot, 0)
+        run(slot, 1)
+
+    nl.fori_loop(0, slots.shape[1] - EXTRA_SLOTS, two, step=2)
     return result
 
 
-def _outer_product(result, left, right, first_left, num_left, first_right, num_right, rows, info):
-    """One chunk of one expert's outer product, accumulated over its tiles and written once."""
-    accumulator = nl.ndarray((P, _blocks(num_left), num_right), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=accumulator, value=0.0)
+def _outer_product(result, left_part, right_part, rows, info):
+    """One chunk of one expert's outer product, accumulated over its tiles and written once.
 
-    def add(at, num_tiles):
+    ``left_part`` and ``right_part`` are (tensor, first column, columns).
+    """
+    left, first_left, num_left = left_part
+    right, first_right, num_right = right_part
+    accumulator = nl.ndarray((P, _blocks(num_left), num_right), dtype=nl.float32, buffer=nl.sbuf)
+
+    def visit(at, num_tiles, is_first):
         tiles = []
         for plus in range(num_tiles):
             index = _load_index(rows, at, plus)
@@ -623,17 +657,27 @@ def _outer_product(result, left, right, first_left, num_left, first_right, num_r
                         moving=right_tile[:, start : start + width],
                     )
                 sums = accumulator[:m, block, start : start + width]
-                nisa.tensor_tensor(dst=sums, data1=sums, data2=part, op=nl.add)
+                if is_first:
+                    engine = nisa.vector_engine if (block + start // BANK) % 2 == 0 else nisa.scalar_engine
+                    nisa.tensor_copy(dst=sums, src=part, engine=engine)
+                else:
+                    nisa.tensor_tensor(dst=sums, data1=sums, data2=part, op=nl.add)
 
     def quad(at):
-        add(at, QUAD)
+        visit(at, 4, False)
+
+    def pair(at):
+        visit(at, 2, False)
 
     def single(at):
-        add(at, 1)
+        visit(at, 1, False)
 
-    middle = _register(info, QUADS)
-    nl.fori_loop(_register(info, FIRST), middle, quad, step=QUAD)
-    nl.fori_loop(middle, _register(info, END), single)
+    # The first tiles set the accumulator, so that it needs no zeros and an expert without rows gets some.
+    visit(info[:, HEAD : HEAD + 1], 2, True)
+    quads, twos = _register(info, QUADS), _register(info, TWOS)
+    nl.fori_loop(_register(info, FROM), quads, quad, step=4)
+    nl.fori_loop(quads, twos, pair, step=2)
+    nl.fori_loop(twos, _register(info, END), single)
 
     _, _, width = result.shape
     for block in range(_blocks(num_left)):

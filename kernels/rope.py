@@ -16,11 +16,13 @@ import nki.language as nl
 
 # Positions per tile: one per SBUF partition.
 TILE_ROWS = 128
-# Bytes per partition for the tiles of one chunk of heads. Twice that, so that the next chunk loads while this
-# one computes, and two tables (24 KiB each at most) fit the 207 KiB a kernel may use on trn2.
-CHUNK_BYTES = 76 * 1024
+# Bytes per partition for the tiles of one chunk of heads. Twice that, so that the next chunk loads while this one
+# computes, and two tables (8 KiB each at most) fit the 207 KiB a kernel may use on trn2.
+CHUNK_BYTES = 88 * 1024
 # Columns of one half that a chunk covers; more than any model's head_dim / 2.
-CHUNK_COLUMNS = 1024
+CHUNK_COLUMNS = 512
+# Bytes per partition of PSUM for the sines of a tile and the products of some heads: half of it, as above.
+PSUM_BYTES = 8 * 1024
 SIZE_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -48,7 +50,11 @@ def rope(query, key, rope_cache, positions=None, heads_first=False, backward=Fal
         launch take halves of the sequence and never write the same memory. A position outside the table is
         a run-time error of the DMA, which never reads outside it.
 
-        SBUF per partition: a chunk of heads at most CHUNK_BYTES, its table at most 24 KiB, each twice.
+        An operand in PSUM halves the cycles of the Vector engine, so the sines and one of the two products live
+        there; GpSimd, which does not reach PSUM, computes the other product at the same time.
+
+        SBUF per partition: a chunk of heads at most CHUNK_BYTES, its table at most 8 KiB, each twice. PSUM:
+        PSUM_BYTES for sines and products together, twice.
 
     Pseudocode:
         for rows of the sequence in tiles of 128 (this core's half):
@@ -122,7 +128,7 @@ def _load_index(positions, batch, row, num_rows):
 
 
 def _load_table(rope_cache, first_row, index, row, num_rows, column, num_columns, backward):
-    """The table of one tile, (P, cos or sin, half, C), and its signed sines, (P, half, C) @ SBUF.
+    """The table of one tile, (P, cos or sin, half, C) @ SBUF, and its signed sines, (P, half, C) fp32 @ PSUM.
 
     The second is what the *other* half of x is multiplied with: (-sin1, sin2) forward, (sin2, -sin1) backward.
     Rows count from ``first_row``, the table of this batch.
@@ -138,7 +144,7 @@ def _load_table(rope_cache, first_row, index, row, num_rows, column, num_columns
         source = rope_cache.ap(pattern, offset=start, vector_offset=index, indirect_dim=0)
     nisa.dma_copy(dst=table, src=source)
 
-    cross = nl.ndarray((num_rows, 2, num_columns), dtype=rope_cache.dtype, buffer=nl.sbuf)
+    cross = nl.ndarray((num_rows, 2, num_columns), dtype=nl.float32, buffer=nl.psum)
     minus, plus = (1, 0) if backward else (0, 1)  # halves that -sin1 and sin2 go to
     nisa.tensor_scalar(
         dst=cross[:, minus, :],
@@ -154,8 +160,8 @@ def _load_table(rope_cache, first_row, index, row, num_rows, column, num_columns
 def _rotate_heads(source, result, table, batch, row, num_rows, column, num_columns, heads_first):
     """Rotate all heads of one tile of positions, in chunks of heads that fit SBUF."""
     num_heads = _dimensions(source, heads_first)[2]
-    # Input and output tile in the tensor's dtype, two fp32 products.
-    head_bytes = 2 * num_columns * (2 * SIZE_OF[source.dtype] + 2 * 4)
+    # Input and output tile in the tensor's dtype, one fp32 product.
+    head_bytes = 2 * num_columns * (2 * SIZE_OF[source.dtype] + 4)
     per_chunk = max(1, CHUNK_BYTES // head_bytes)
     for head in range(0, num_heads, per_chunk):
         count = min(per_chunk, num_heads - head)
@@ -163,7 +169,10 @@ def _rotate_heads(source, result, table, batch, row, num_rows, column, num_colum
         x = nl.ndarray((num_rows, count, 2, num_columns), dtype=source.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=x, src=source.ap(pattern, offset=offset))
         y = nl.ndarray((num_rows, count, 2, num_columns), dtype=source.dtype, buffer=nl.sbuf)
-        _rotate(y, x, table)
+        per_product = PSUM_BYTES // (2 * num_columns * 4) - 1  # what the sines leave, in heads
+        for first in range(0, count, per_product):
+            heads = slice(first, min(count, first + per_product))
+            _rotate(y[:, heads, :, :], x[:, heads, :, :], table)
         nisa.dma_copy(dst=result.ap(pattern, offset=offset), src=y)
 
 
@@ -179,15 +188,15 @@ def _access(tensor, batch, row, num_rows, head, count, column, num_columns, head
 
 
 def _rotate(y, x, table):
-    """y = x * cos + other half of x * signed sin, for a tile (P, N, 2, C). Products in fp32."""
+    """y = x * cos + other half of x * signed sin, for some heads (P, N, 2, C). Products in fp32."""
     table, cross = table
     num_rows, count, _, num_columns = x.shape
     # The table is one row per position: a step of 0 repeats it for every head.
     cos_step, cross_step = 4 * num_columns, 2 * num_columns
     straight = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
     cos = table.ap([[cos_step, num_rows], [0, count], [num_columns, 2], [1, num_columns]], offset=0)
-    nisa.tensor_tensor(dst=straight, data1=x, data2=cos, op=nl.multiply)
-    crossed = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=straight, data1=x, data2=cos, op=nl.multiply, engine=nisa.gpsimd_engine)
+    crossed = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.psum)
     for half in range(2):
         sin = cross.ap([[cross_step, num_rows], [0, count], [1, num_columns]], offset=half * num_columns)
         nisa.tensor_tensor(dst=crossed[:, :, half, :], data1=x[:, :, 1 - half, :], data2=sin, op=nl.multiply)

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trn_kernels.ops.neuron import logical_neuron_cores, nki_op, wrap_nki
+from trn_kernels.ops.neuron import backend_for, logical_neuron_cores, nki_op, wrap_nki
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
 
 # As in kernels/grouped_experts.py, which this file must not import before a launch; a test compares them.
 TILE_ROWS = 128
-SLOT_COLUMNS = 6
+SLOT_COLUMNS = 9
 EXTRA_SLOTS = 3
 # Element offsets of the kernels' access patterns are 32-bit integers on the device.
 MAX_ELEMENTS = 2**31 - 1
@@ -64,10 +64,17 @@ def table_shapes(num_rows: int, num_experts: int, lnc: int) -> tuple[tuple[int, 
     """Shapes of the two routing tables, enough for every routing of ``num_rows`` rows.
 
     A core has at most R // 128 full tiles, a partial one per expert that has rows, and one of rows of no expert.
+    After them come two tiles per slot, and two empty ones, with which weight gradients begin.
     """
-    tiles = num_rows // TILE_ROWS + torch.sym_min(num_experts, num_rows) + 1
     slots = (num_experts + lnc - 1) // lnc
-    return (lnc, tiles, TILE_ROWS), (lnc, slots + EXTRA_SLOTS, SLOT_COLUMNS)
+    return (
+        (lnc, _num_tiles(num_rows, num_experts) + 2 * slots + 2, TILE_ROWS),
+        (lnc, slots + EXTRA_SLOTS, SLOT_COLUMNS),
+    )
+
+
+def _num_tiles(num_rows: int, num_experts: int) -> int:
+    return num_rows // TILE_ROWS + torch.sym_min(num_experts, num_rows) + 1
 
 
 def routing_tables(num_tokens_per_expert: Tensor, num_rows: int, lnc: int) -> tuple[Tensor, Tensor]:
@@ -83,11 +90,12 @@ def routing_tables(num_tokens_per_expert: Tensor, num_rows: int, lnc: int) -> tu
 
     Returns:
         rows: [LNC, N, 128] int32, the row of x at each place of each tile, -1 for none; never outside 0 .. R - 1.
-        slots: [LNC, S + 3, 6] int32; columns and the three extra rows are those of ``kernels.grouped_experts``.
+        slots: [LNC, S + 3, 9] int32; columns and the three extra rows are those of ``kernels.grouped_experts``.
     """
     device = num_tokens_per_expert.device
-    (_, num_tiles, _), (_, num_slots, _) = table_shapes(num_rows, num_tokens_per_expert.shape[0], lnc)
-    num_slots -= EXTRA_SLOTS
+    num_experts = num_tokens_per_expert.shape[0]
+    num_tiles = _num_tiles(num_rows, num_experts)
+    num_slots = (num_experts + lnc - 1) // lnc
     integers = {"dtype": torch.int32, "device": device}
 
     counts = num_tokens_per_expert.clamp(0, num_rows).to(torch.int32)
@@ -124,19 +132,32 @@ def routing_tables(num_tokens_per_expert: Tensor, num_rows: int, lnc: int) -> tu
     rows = start[..., None] + torch.arange(TILE_ROWS, **integers)
     rows = torch.where((rows >= 0) & (rows < limit[..., None]), rows, -1).to(torch.int32)
 
+    # The first two tiles of every slot once more, without rows where the slot has fewer, and two without rows.
+    head = torch.arange(2, **integers)
+    place = (first[:, None] + head).clamp(max=num_tiles - 1).long()
+    heads = torch.where((head < slot_tiles[:, None])[None, :, :, None], rows[:, place], -1).flatten(1, 2)
+    rows = torch.cat([rows, heads, torch.full((lnc, 2, TILE_ROWS), -1, **integers)], dim=1)
+
     def clip(values: Tensor) -> Tensor:
         return values.clamp(0, num_tiles).expand(lnc, -1)
 
+    rest_from = torch.minimum(first + 2, end)
+    quads = rest_from + (end - rest_from) // 4 * 4
     columns = [
         experts.clamp(min=0),
         experts,
         clip(first),
         clip(first + slot_tiles // 2 * 2),
-        clip(first + slot_tiles // 4 * 4),
         clip(end),
+        (num_tiles + 2 * torch.arange(num_slots, **integers)).expand(lnc, -1),
+        clip(rest_from),
+        clip(quads),
+        clip(quads + (end - quads) // 2 * 2),
     ]
-    empty = torch.tensor([0, -1, 0, 0, 0, 0], **integers).expand(lnc, 2, -1)
-    last = torch.cat([torch.zeros_like(used), -torch.ones_like(used), used, used, used, used + rest])
+    nothing = num_tiles + 2 * num_slots
+    empty = torch.tensor([0, -1, 0, 0, 0, nothing, 0, 0, 0], **integers).expand(lnc, 2, -1)
+    zero = torch.zeros_like(used)
+    last = torch.cat([zero, zero - 1, used, used, used + rest, zero, zero, zero, zero])
     last = last.clamp(max=num_tiles).expand(lnc, 1, -1)
     slots = torch.cat([torch.stack(columns, dim=-1), empty, last], dim=1).to(torch.int32)
     return rows.contiguous(), slots.contiguous()
@@ -158,7 +179,7 @@ def grouped_experts_reference(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, num
 def _expert_rows(rows: Tensor, slots: Tensor):
     """(expert, its rows) of every slot, from the tables."""
     for core in range(rows.shape[0]):
-        for _, expert, first, _, _, end in slots[core, :-EXTRA_SLOTS].tolist():
+        for _, expert, first, _, end, *_ in slots[core, :-EXTRA_SLOTS].tolist():
             index = rows[core, first:end].flatten()
             if expert >= 0:
                 yield expert, index[index >= 0].long()
@@ -261,6 +282,7 @@ def _grouped_experts_op(
     """y, then what the backward needs: h1 and h3 (without rows unless ``save``), and the routing tables."""
     _check(x, w1, w2, w3, num_tokens_per_expert)
     _check_values(num_tokens_per_expert, x.shape[0])
+    backend_for(x.device)  # also where nothing runs, what cannot be honoured is an error
     lnc = logical_neuron_cores()
     rows, slots = routing_tables(num_tokens_per_expert, x.shape[0], lnc)
     x, w1, w2, w3 = (t.contiguous() for t in (x, w1, w2, w3))

@@ -53,7 +53,7 @@ def logical_neuron_cores() -> int:
     Raises:
         ValueError: the variable is neither 1 nor 2.
     """
-    value = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+    value = os.environ.get("NEURON_LOGICAL_NC_CONFIG") or None
     if value is None and torch_neuronx() is not None:
         value = importlib.import_module("torch_neuronx.utils").get_logical_neuron_cores()
     if value is None:
@@ -196,7 +196,8 @@ class NKICaller:
         elif real:
             result = self._simulated(args, kwargs)
         else:
-            raise TypeError(f"{self._op}: a kernel cannot run on {type(tensors[0]).__name__}; give the op a fake")
+            kinds = sorted({type(t).__name__ for t in tensors} - {"Tensor", "Parameter"})
+            raise TypeError(f"{self._op}: a kernel runs on plain tensors, not on {', '.join(kinds)}")
         if real:
             with _lock:
                 _launches[self._op, backend] += 1
@@ -211,11 +212,14 @@ class NKICaller:
 
     def _simulated(self, args, kwargs):
         kernel = _load(self._kernel)[self._lnc or logical_neuron_cores()]
+        # Without a device AWS's simulator assumes trn3.
+        os.environ.setdefault("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
         simulate = importlib.import_module("nki").simulate
         result = simulate(kernel)(*map(_to_numpy, args), **{k: _to_numpy(v) for k, v in kwargs.items()})
+        # A copy, so that torch owns the memory as it does on the device, and may resize it.
         if isinstance(result, (tuple, list)):
-            return tuple(interop.to_torch(array) for array in result)
-        return interop.to_torch(result)
+            return tuple(interop.to_torch(array).clone() for array in result)
+        return interop.to_torch(result).clone()
 
 
 def _to_numpy(value):
@@ -230,8 +234,6 @@ def _to_numpy(value):
 def _load(kernel):
     """The kernel; ``module:name`` is imported, on the emulator where there is no other ``nki``."""
     emulator.install()
-    # Without a device AWS's simulator assumes trn3.
-    os.environ.setdefault("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     if not isinstance(kernel, str):
         return kernel
     module, name = kernel.split(":")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trn_kernels.ops.neuron import logical_neuron_cores, nki_op, wrap_nki
+from trn_kernels.ops.neuron import backend_for, logical_neuron_cores, nki_op, wrap_nki
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -173,12 +173,14 @@ _rope_hf_backward = wrap_nki("rope_hf:rope_hf", op="rope_hf_backward", reference
 
 def _one_table(rope_cache: Tensor) -> Tensor:
     """A table shared by the whole batch as [M, 2H], so that its rows are read once."""
-    shared = rope_cache.ndim == 3 and (rope_cache.shape[0] == 1 or rope_cache.stride(0) == 0)
+    batches = rope_cache.shape[0]
+    shared = rope_cache.ndim == 3 and (batches == 1 or (batches > 1 and rope_cache.stride(0) == 0))
     return (rope_cache[0] if shared else rope_cache).contiguous()
 
 
 def _launch(caller, query: Tensor, key: Tensor, *arguments) -> tuple[Tensor, Tensor]:
     """Launch on contiguous tensors. Nothing runs for empty ones: the device would return zeros for both."""
+    backend_for(query.device)  # also where nothing runs, what cannot be honoured is an error
     query, key = query.contiguous(), key.contiguous()
     if query.numel() == 0 and key.numel() == 0:
         return torch.empty_like(query), torch.empty_like(key)

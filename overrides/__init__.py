@@ -7,19 +7,24 @@ Activate all of them, or one by its factory, optionally with keywords:
     --override.imports 'trn_kernels.overrides.nki_rope={"kernel": "rope_hf"}'
 
 The last two need torchtitan 0.3; the first also works on its builds of June and July 2026. In a Python
-script, import this package before the trainer is built.
+script, import torchtitan and then this package before the trainer is built.
+
+`trn_kernels.overrides.transformers` is for Transformers' own models, and needs no torchtitan.
 """
 
-from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.common.rope import CosSinRoPE
-
-from trn_kernels.overrides.compat import register
-from trn_kernels.overrides.grouped_experts import NKIGroupedExperts, nki_grouped_experts
-from trn_kernels.overrides.rope import NKIRoPE, nki_rope
+import sys
 
 __all__ = ["OVERRIDES", "NKIGroupedExperts", "NKIRoPE", "nki_grouped_experts", "nki_rope"]
 
-OVERRIDES = [(CosSinRoPE.Config, nki_rope), (GroupedExperts.Config, nki_grouped_experts)]
-"""(config class, factory) of each override. No class may contain another one in torchtitan's config tree."""
 
-register(OVERRIDES)
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trn_kernels.overrides import registry
+
+    return getattr(registry, name)
+
+
+# Without torchtitan's models in the process there is nothing to replace, and they are not imported for it.
+if "torchtitan.config.override" in sys.modules and "torchtitan.models.common" in sys.modules:
+    from trn_kernels.overrides import registry  # noqa: F401

@@ -8,7 +8,9 @@ layouts are the stock module's, so checkpoints are those of the stock model in b
 
 from dataclasses import dataclass
 
+import spmd_types as spmd
 import torch
+from spmd_types.runtime import get_local_type
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive
 from torchtitan.models.common.moe import GroupedExperts
@@ -41,7 +43,8 @@ class NKIGroupedExperts(GroupedExperts):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RD.dtype
         # The expert region works on local tensors: its weights' gradients are local too, as in the stock module.
         weights = (_local(w).to(dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
-        return ops.grouped_experts(x_RD.to(dtype), *weights, num_tokens_per_expert_E).to(x_RD.dtype)
+        counts = _varying(num_tokens_per_expert_E)
+        return ops.grouped_experts(x_RD.to(dtype), *weights, counts).to(x_RD.dtype)
 
     # Until 16 July 2026 `forward` also dispatched the tokens, and called this for the experts.
     if hasattr(GroupedExperts, "_experts_forward"):
@@ -56,3 +59,18 @@ def nki_grouped_experts(cfg: GroupedExperts.Config) -> NKIGroupedExperts.Config:
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _varying(counts: torch.Tensor) -> torch.Tensor:
+    """The counts as torchtitan's SPMD type checker wants them, where it is on.
+
+    To it they are parts of a sum over the ranks, which no other operand may be mixed with. Here each rank's counts
+    only say where its own rows are.
+    """
+    if not spmd.is_type_checking():
+        return counts
+    counts = counts.clone()
+    for axis, kind in list(get_local_type(counts).items()):
+        if kind is spmd.P:
+            spmd.mutate_type(counts, axis, src=spmd.P, dst=spmd.V)
+    return counts

@@ -98,9 +98,12 @@ def _name_set_timeout() -> None:
 
 
 def _shard_plain_parameters(config) -> None:
-    # torchtitan's default backend has FSDP shard plain parameters of a larger mesh: torch 2.14 can.
+    # torchtitan's default backend has FSDP shard plain parameters of a larger mesh: torch 2.14 can. Transformers'
+    # models take no other backend; recipes/v5.py gives them a mesh that any torch can.
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+    if config.model_spec.name == "transformers_modeling_backend":
+        return
     if config.parallelism.spmd_backend == "spmd_types" and not hasattr(FSDPParam, "_restore_spmd_types"):
         config.parallelism.spmd_backend = "partial_dtensor"
 

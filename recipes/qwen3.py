@@ -1,8 +1,10 @@
-"""Qwen3 through torchtitan's native model: dense, and as a mixture of experts with our kernels in it.
+"""Qwen3 three ways: Transformers' model, torchtitan's native one, and a mixture of experts with our kernels in it.
 
 Select a function by `--module trn_kernels.recipes.qwen3 --config NAME`. Those named `native_` are stock torchtitan
 runs, where the kernels come in by `--override.imports trn_kernels.overrides` on the command line; those named
-`nki_` have that in their config.
+`nki_` have that in their config; those named `v5_` train Transformers' own model with our RoPE in it, see
+`recipes/v5.py`. A name that ends in `_finetune` starts from published weights and ends with an export of the same
+form, see `recipes/checkpoints.py`.
 
 Attention is scaled_dot_product_attention, which knows no document borders: packed documents attend to the
 ones before them in their sequence, although RoPE restarts at 0 for each.
@@ -10,21 +12,63 @@ ones before them in their sequence, although RoPE restarts at 0 for each.
 
 import importlib
 import inspect
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, OverrideConfig, derive
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3 import Qwen3Model, model_registry
 from torchtitan.models.qwen3.config_registry import qwen3_32b
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from trn_kernels.recipes.assets import debug_assets
+# Registers what the configs named `nki_` ask for: torchtitan itself only imports `trn_kernels`, which may be loaded.
+import trn_kernels.overrides.registry  # noqa: F401
+from trn_kernels.recipes.assets import debug_assets, debug_model
+from trn_kernels.recipes.checkpoints import HFCheckpointManager, finetune, loaded_from, read_config
 
 # Of Qwen3-4B-Instruct-2507. torchtitan's 4B flavor has those of the Qwen3-4B before it: 1e6 and 40960.
 _THETA_2507, _MAX_POSITIONS_2507 = 5_000_000.0, 262_144
+
+_MODEL_4B, _ASSETS_4B = "Qwen/Qwen3-4B-Instruct-2507", "assets/hf/Qwen3-4B-Instruct-2507"
+
+
+def v5_qwen3_4b(nki_kernels: bool = True) -> Trainer.Config:
+    """Transformers' Qwen3-4B-Instruct-2507 from random weights: 10 steps, local batch 1, sharded over all processes.
+
+    The model is built from the Hub's `config.json` (or that of a folder given by `--hf_model`); the tokenizer is
+    expected in `assets/hf/Qwen3-4B-Instruct-2507` (or `--hf_assets_path`); for the data set see `native_qwen3_4b`.
+
+    Args:
+        nki_kernels: run RoPE in our kernel.
+    """
+    from trn_kernels.recipes.v5 import v5_qwen3_config  # Transformers' backend is an experiment: only for who uses it
+
+    return v5_qwen3_config(_MODEL_4B, _ASSETS_4B, nki_kernels=nki_kernels)
+
+
+def v5_qwen3_4b_finetune(nki_kernels: bool = True) -> Trainer.Config:
+    """The same from the released weights in `assets/hf/Qwen3-4B-Instruct-2507`, to an export in bfloat16."""
+    return finetune(v5_qwen3_4b(nki_kernels), "checkpoint_qwen3_4b_ft", _ASSETS_4B)
+
+
+def v5_qwen3_debug(nki_kernels: bool = True) -> Trainer.Config:
+    """The same recipe around a tiny Qwen3, made in `assets/debug_qwen3` of the current folder, for two CPU cores."""
+    from trn_kernels.recipes.v5 import v5_qwen3_config
+
+    folder = str(debug_model())
+    config = _for_two_cores(v5_qwen3_config(folder, folder, nki_kernels=nki_kernels))
+    config.hf_assets_path = folder
+    config.debug.print_config = False
+    return config
+
+
+def v5_qwen3_debug_finetune(nki_kernels: bool = True) -> Trainer.Config:
+    """The same from the tiny weights, 5 steps, to an export."""
+    config = v5_qwen3_debug(nki_kernels)
+    return _finetune_debug(config, "checkpoint_qwen3_debug_ft", config.hf_assets_path)
 
 
 def native_qwen3_4b() -> Trainer.Config:
@@ -35,10 +79,15 @@ def native_qwen3_4b() -> Trainer.Config:
     torchtitan's repository, `tests/assets/c4_test`; another folder of jsonl files goes into
     `--dataloader.dataset_path`.
     """
-    config = _native_qwen3("4B", "assets/hf/Qwen3-4B-Instruct-2507", _THETA_2507, _MAX_POSITIONS_2507)
+    config = _native_qwen3("4B", _ASSETS_4B, _THETA_2507, _MAX_POSITIONS_2507)
     config.training.local_batch_size = 1
     config.training.global_batch_size = 64
     return config
+
+
+def native_qwen3_4b_finetune() -> Trainer.Config:
+    """The same from the released weights in `assets/hf/Qwen3-4B-Instruct-2507`, to an export in bfloat16."""
+    return finetune(native_qwen3_4b(), "checkpoint_qwen3_4b_ft", _ASSETS_4B)
 
 
 def native_qwen3_debug() -> Trainer.Config:
@@ -47,6 +96,11 @@ def native_qwen3_debug() -> Trainer.Config:
     Makes its tokenizer and English text in `assets/debug` of the current folder, if they are not there yet.
     """
     return _for_two_cores(_native_qwen3("debugmodel", "assets/debug", reduced=(4, None, None)))
+
+
+def native_qwen3_debug_finetune() -> Trainer.Config:
+    """The same from a tiny Qwen3, made in `assets/debug_qwen3` of the current folder, 5 steps, to an export."""
+    return _finetune_debug(native_qwen3_debug(), "checkpoint_native_qwen3_debug_ft", debug_model())
 
 
 def nki_qwen3_30b_a3b() -> Trainer.Config:
@@ -61,7 +115,16 @@ def nki_qwen3_30b_a3b() -> Trainer.Config:
 
 def nki_qwen3_moe_debug() -> Trainer.Config:
     """The same recipe with 4 layers of torchtitan's debug model, 8 experts, 2 per token, for two CPU cores."""
-    return _for_two_cores(qwen3_nki_moe_config("debugmodel_moe", n_layers=4, num_experts=8, top_k=2))
+    config = _for_two_cores(qwen3_nki_moe_config("debugmodel_moe", n_layers=4, num_experts=8, top_k=2))
+    # As torchtitan trains this model. At the large model's rate gradients jump, where rounding decides.
+    config.optimizer = default_adamw(lr=3e-4)
+    return config
+
+
+def nki_qwen3_moe_debug_finetune() -> Trainer.Config:
+    """The same from a tiny Qwen3-MoE, made in `assets/debug_qwen3_moe` of the current folder, 5 steps, to an export."""
+    weights = debug_model("assets/debug_qwen3_moe", moe=True, tied=False, shards=3)
+    return _finetune_debug(nki_qwen3_moe_debug(), "checkpoint_qwen3_moe_debug_ft", weights)
 
 
 def qwen3_nki_moe_config(
@@ -73,6 +136,10 @@ def qwen3_nki_moe_config(
     top_k: int | None = None,
 ) -> Trainer.Config:
     """A Qwen3 mixture of experts with our RoPE and experts: `--override.imports trn_kernels.overrides` built in.
+
+    As in torchtitan's own recipes, a bias in the choice of experts balances their load. Hugging Face's Qwen3 has
+    none, so exports lose it. A run that starts from its weights is without; for others set
+    `load_balance_coeff = None` in each `layer.moe`.
 
     Args:
         flavor: a MoE flavor of torchtitan's Qwen3, such as "30B-A3B".
@@ -110,9 +177,24 @@ class Qwen3(Qwen3Model):
         """Fields of `config.json` in which this model is smaller on purpose."""
 
         def update_from_config(self, *, config, **kwargs) -> None:
-            # Here the path is final: --hf_assets_path may have changed it.
+            # Here the paths are final: --hf_assets_path and others may have changed them.
             match_hf_config(self, config.hf_assets_path)
+            weights = loaded_from(config)
+            if weights is not None:
+                read_config(weights)  # must be there, whereas a training from random weights needs none
+                match_hf_config(self, weights)
+                _keep_published_routing(self)
+            logger.info(f"[Recipe] {len(self.layers)} layers, native")
             Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
+
+
+def _keep_published_routing(model: Qwen3Model.Config) -> None:
+    """Switch off the bias that balances the load of experts: published models have none, an export would drop it."""
+    balanced = [layer.moe for layer in model.layers if layer.moe is not None and layer.moe.load_balance_coeff]
+    for moe in balanced:
+        moe.load_balance_coeff = None
+    if balanced:
+        logger.info(f"[Recipe] load balancing by expert bias is off in {len(balanced)} layers: exports cannot hold it")
 
 
 def match_hf_config(model: Qwen3Model.Config, hf_assets_path: str) -> None:
@@ -129,7 +211,7 @@ def match_hf_config(model: Qwen3Model.Config, hf_assets_path: str) -> None:
     if not path.exists():
         return
     found = {"attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    found |= json.loads(path.read_text())
+    found |= read_config(hf_assets_path)
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     attention, moe = model.layers[0].attention, model.layers[0].moe
@@ -193,7 +275,7 @@ def _native_qwen3(
     config.dataloader.dataset = "c4_test"
     config.training.steps = 10
     config.parallelism.data_parallel_shard_degree = -1
-    config.checkpoint.export_dtype = "bfloat16"
+    config.checkpoint = derive(config.checkpoint, HFCheckpointManager.Config, export_dtype="bfloat16")
     return config
 
 
@@ -210,17 +292,24 @@ def _for_two_cores(config: Trainer.Config) -> Trainer.Config:
     return config
 
 
+def _finetune_debug(config: Trainer.Config, folder: str, weights: str | Path) -> Trainer.Config:
+    """Fine-tune a tiny model of which every size is checked, with the tokenizer beside its weights."""
+    if isinstance(config.model_spec.model, Qwen3.Config):
+        config.model_spec.model.reduced = ()
+    config.hf_assets_path = str(weights)
+    config.training.steps = 5
+    return finetune(config, folder, weights)
+
+
 def _reduce(model: Qwen3.Config, flavor: str, n_layers: int | None, num_experts: int | None, top_k: int | None) -> None:
     """Make a model config smaller in place, and remember in which fields of config.json."""
     if n_layers is not None:
         if not 1 <= n_layers <= len(model.layers):
             raise ValueError(f"n_layers is {n_layers}; flavor {flavor} has {len(model.layers)}")
         model.layers = model.layers[:n_layers]
-        model.reduced += ("num_hidden_layers",)
-    if num_experts is None and top_k is None:
-        return
     for moe in (layer.moe for layer in model.layers if layer.moe is not None):
-        experts, chosen = num_experts or moe.num_experts, top_k or moe.router.top_k
+        experts = moe.num_experts if num_experts is None else num_experts
+        chosen = moe.router.top_k if top_k is None else top_k
         if not 1 <= chosen <= experts <= moe.num_experts:
             raise ValueError(
                 f"num_experts is {experts} and top_k {chosen}; flavor {flavor} has {moe.num_experts} experts, "
@@ -230,7 +319,8 @@ def _reduce(model: Qwen3.Config, flavor: str, n_layers: int | None, num_experts:
         moe.num_experts = router.num_experts = router.gate.out_features = experts
         _inner_experts(moe).num_experts = dispatcher.num_experts = experts
         router.top_k = dispatcher.top_k = chosen
-    model.reduced += ("num_experts", "num_experts_per_tok")
+    sizes = {"num_hidden_layers": n_layers, "num_experts": num_experts, "num_experts_per_tok": top_k}
+    model.reduced = tuple(field for field, size in sizes.items() if size is not None)
 
 
 def _inner_experts(moe):

@@ -31,7 +31,7 @@ def main() -> None:
     import torchtitan.train
 
     # Registers the overrides: torchtitan imports `trn_kernels` for that, but this process already has it.
-    import trn_kernels.overrides  # noqa: F401
+    import trn_kernels.overrides.registry  # noqa: F401
 
     class Config(torchtitan.train.ConfigManager):
         def parse_args(self, args=None):

@@ -26,6 +26,9 @@ def test_own_model():
     exec(block("query = torch.randn"), scope)
     assert scope["query"].shape == (2, 423, 32, 128)
     scope["query"].sum().backward()
+    exec(block("y = grouped_experts"), scope)
+    scope["y"].sum().backward()
+    assert scope["w2"].grad.shape == (8, 256, 768)
 
 
 def test_a_new_kernel(tmp_path):

@@ -12,10 +12,12 @@ import numpy as np
 
 from .. import dtypes
 from ..errors import NKIError
+from ..machine import core
 from ..operators import Op
 from ..table import instruction
-from ..tensor import Tensor, integer
+from ..tensor import Tensor
 from . import operands
+from .accumulators import check_reduction, reduce_into
 from .enums import engine as Engine
 from .enums import reduce_cmd as ReduceCmd
 from .operands import PSUM, SBUF
@@ -37,6 +39,11 @@ def _alu(op, what: str, dst: Tensor, *inputs) -> Op:
             elif not isinstance(t, (int, np.integer)) or not -(1 << (bits - 1)) <= t < 1 << bits:
                 raise NKIError("bitvec-dtype", f"{op!r} acts on integers of {bits} bits, got {t!r}")
     return op
+
+
+def _arithmetic(op, what: str) -> None:
+    if not isinstance(op, Op) or op.alu is None or op.kind == "bitvec":
+        raise NKIError("op", f"{what} is an arithmetic operator such as nl.add, not {op!r}")
 
 
 def _two_operands(op: Op, what: str) -> None:
@@ -62,7 +69,8 @@ def _check_memset(dst, value, engine=Engine.unknown, name=None):
         raise NKIError("immediate", f"value {value!r} into bool: 0 or 1 is needed")
     stored = _immediate(value, dst.dtype)
     if dtypes.is_integer(dst.dtype):
-        if not isinstance(value, (int, np.integer)) or stored != value:
+        # NKI refuses floats here since 0.3; 0.0 passes, which nki-library stores into uint32.
+        if (not isinstance(value, (int, np.integer)) and value != 0) or stored != value:
             # An immediate travels in fp32: above 2**24 not every integer arrives.
             raise NKIError("immediate", f"value {value!r} into {dst.dtype}: an integer in range and exact in fp32")
     elif dst.dtype.startswith("float8") and np.isfinite(value) and not np.isfinite(stored.astype(np.float32)):
@@ -80,7 +88,7 @@ def _immediate(value, dtype: str):
 @instruction(_check_memset)
 def memset(dst, value, engine=Engine.unknown, name=None):
     """Fill ``dst`` with a number."""
-    dst.array()[...] = _immediate(value, dst.dtype)
+    operands.write(dst, np.broadcast_to(_immediate(value, dst.dtype), dst.shape))
 
 
 def _check_tensor_copy(dst, src, engine=Engine.unknown, name=None):
@@ -99,10 +107,11 @@ def tensor_copy(dst, src, engine=Engine.unknown, name=None):
     if dst.indirect is not None or src.indirect is not None:
         dst, src = dst.moved(), src.moved()
         operands.no_alias(dst, src=src)
-    if dst.dtype == src.dtype:
-        operands.write(dst, operands.like(src.array(), dst))
-    else:
-        operands.write(dst, operands.read(src, dst))
+    # What was never written may be moved, not used: the copy holds nothing then either.
+    unwritten = src.unwritten()
+    values = operands.like(src.array(), dst)
+    operands.write(dst, values if dst.dtype == src.dtype else dtypes.to_float32(values))
+    dst.forget(unwritten)
 
 
 # -- arithmetic -----------------------------------------------------------------------------------------
@@ -136,10 +145,10 @@ def tensor_tensor(dst, data1, data2, op, engine=Engine.unknown, name=None):
         and PSUM not in (dst.buffer, data1.buffer, data2.buffer)
     )
     if op.kind == "bitvec":
-        a, b = (dtypes.raw(operands.like(t.array(), dst)) for t in (data1, data2))
+        a, b = (dtypes.raw(operands.like(t.load(), dst)) for t in (data1, data2))
         operands.write(dst, op.alu(a, b).view(dst.array().dtype))
     elif exact:
-        a, b = (operands.like(t.array(), dst) for t in (data1, data2))
+        a, b = (operands.like(t.load(), dst) for t in (data1, data2))
         if op.name == "power" and (b < 0).any():
             raise NKIError("int-power", f"{dst.dtype} to the power of {b.min()} is no integer")
         operands.write(dst, op.alu(a, b))
@@ -201,7 +210,7 @@ def tensor_scalar(
     ``reverse`` swaps the sides of its operator.
     """
     if op0.kind == "bitvec":
-        values = dtypes.raw(operands.like(data.array(), dst))
+        values = dtypes.raw(operands.like(data.load(), dst))
         values = _apply(op0, values, _raw_column(operand0, dst), reverse0)
         if op1 is not None:
             values = _apply(op1, values, _raw_column(operand1, dst), reverse1)
@@ -219,7 +228,7 @@ def tensor_scalar(
 def _raw_column(value, dst: Tensor):
     """An integer immediate or column as raw bits of the width of ``dst``."""
     if isinstance(value, Tensor):
-        return dtypes.raw(value.array()).reshape((dst.shape[0],) + (1,) * (len(dst.shape) - 1))
+        return dtypes.raw(value.load()).reshape((dst.shape[0],) + (1,) * (len(dst.shape) - 1))
     bits = 8 * dtypes.itemsize(dst.dtype)
     return np.dtype(f"u{bits // 8}").type(int(value) % (1 << bits))
 
@@ -234,17 +243,16 @@ def _check_scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse
     operands.same_shape(dst, data=a, operand1=b)
     _not_both_psum(a, b, "data and operand1")
     for op, what in ((op0, "op0"), (op1, "op1")):
-        if _alu(op, what, dst).kind == "bitvec":
-            raise NKIError("op", f"{what} {op!r}: only arithmetic operators")
+        _arithmetic(op, what)
     _two_operands(op1, "op1")
     if op0.unary and reverse0:
         raise NKIError("op", f"reverse0 with {op0!r}, which has one operand")
-    operands.column(operand0, "operand0", dst)
+    operands.column(operand0, "operand0", dst, float32=False)
 
 
 @instruction(_check_scalar_tensor_tensor)
 def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, name=None):
-    """``dst = (data op0 operand0) op1 operand1``; operand0 a number or ``(P, 1)``, operand1 a full tile."""
+    """``dst = (data op0 operand0) op1 operand1``; operand0 a number or ``(P, 1)`` of any dtype."""
     with np.errstate(all="ignore"):
         first = _apply(op0, operands.read(data, dst), operands.read_column(operand0, dst), reverse0)
     second = operands.read(operand1, dst)
@@ -264,8 +272,10 @@ def _check_activation(
     if bias is not None:
         operands.column(bias, "bias", dst, float32=False)
     operands.column(scale, "scale", dst)
-    if reduce_op is not None or reduce_res is not None or reduce_cmd is not ReduceCmd.idle:
-        raise NKIError("not-implemented", "activation with a reduction")
+    check_reduction(
+        dst, reduce_op, ("add",), reduce_res, reduce_cmd,
+        (ReduceCmd.idle, ReduceCmd.reset, ReduceCmd.reduce, ReduceCmd.reset_reduce),
+    )  # fmt: skip
 
 
 @instruction(_check_activation)
@@ -274,8 +284,13 @@ def activation(
 ):
     """``dst = op(data * scale + bias)`` on the Scalar engine.
 
-    The device approximates the function piecewise; here it is NumPy's.
+    The device approximates the function piecewise; here it is NumPy's. With a ``reduce_cmd`` the sums of the fp32
+    results per partition go to the registers of the engine, and from there to ``reduce_res`` (P, 1).
     """
+    _activate(dst, op, data, bias, scale, reduce_res, reduce_cmd)
+
+
+def _activate(dst, op, data, bias, scale, reduce_res, reduce_cmd) -> None:
     values = operands.read(data, dst)
     with np.errstate(all="ignore"):
         if isinstance(scale, Tensor) or scale != 1.0:
@@ -284,9 +299,32 @@ def activation(
             values = values + operands.read_column(bias, dst)
         values = op.activation(values)
     operands.write(dst, values)
+    if reduce_res is not None or reduce_cmd is not ReduceCmd.idle:
+        reduce_into("scalar", "add", values, data, reduce_res, reduce_cmd)
 
 
-# -- reductions, iota -----------------------------------------------------------------------------------
+def _check_activation_reduce(dst, op, data, reduce_op, reduce_res, bias=None, scale=1.0, name=None):
+    _check_activation(dst, op, data, bias, scale, reduce_op, reduce_res, ReduceCmd.reset_reduce)
+
+
+@instruction(_check_activation_reduce)
+def activation_reduce(dst, op, data, reduce_op, reduce_res, bias=None, scale=1.0, name=None):
+    """``activation`` with ``reduce_cmd.reset_reduce``: its sums per partition in ``reduce_res``."""
+    _activate(dst, op, data, bias, scale, reduce_res, ReduceCmd.reset_reduce)
+
+
+def _check_reciprocal(dst, data, name=None):
+    operands.destination(dst)
+    operands.same_shape(dst, data=operands.on_chip(data, "data"))
+
+
+@instruction(_check_reciprocal)
+def reciprocal(dst, data, name=None):
+    """``dst = 1 / data`` on the Vector engine, in fp32."""
+    operands.binary(dst, np.divide, np.float32(1), operands.read(data, dst))
+
+
+# -- reductions ---------------------------------------------------------------------------------
 
 
 def _reduced_axes(data: Tensor, axis) -> tuple[int, ...]:
@@ -318,6 +356,7 @@ def _check_tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name
 def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
     """Reduce the last free dimensions of ``data``, numbered by ``axis`` on ``data``. Vector engine."""
     axes = _reduced_axes(data, axis)
+    operands.carry_whole(data, dst, data.ndim - len(axes))
     if op.kind == "bitvec":
         values = op.alu.reduce(dtypes.raw(data.array()), axis=axes)
         operands.write(dst, operands.like(values.view(dst.array().dtype), dst))
@@ -335,30 +374,141 @@ def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
     operands.write(dst, operands.like(-values if negate else values, dst))
 
 
-def _check_iota(dst, pattern, offset=0, channel_multiplier=0, name=None):
-    operands.destination(dst, (SBUF,))
-    if not isinstance(pattern, (tuple, list)) or not all(isinstance(p, (tuple, list)) and len(p) == 2 for p in pattern):
-        raise NKIError("iota", f"a pattern is [[step, count], ...], not {pattern!r}")
-    if not 1 <= len(pattern) <= 4:
-        raise NKIError("iota", f"pattern {pattern} has {len(pattern)} dimensions, the limit is 4")
-    # Lowest and highest value: offset and steps, each at the end where it counts.
-    low = high = integer(offset, "offset")
-    steps = [(integer(step, "a step"), integer(count, "a count")) for step, count in pattern]
-    for step, count in [*steps, (integer(channel_multiplier, "channel_multiplier"), dst.shape[0])]:
-        if count < 1:
-            raise NKIError("iota", f"pattern {pattern}: counts are positive")
-        low, high = low + min(0, step * (count - 1)), high + max(0, step * (count - 1))
-    if low < -(2**31) or high >= 2**31:
-        raise NKIError("iota", f"values from {low} to {high} leave int32, in which GpSimd computes them")
-    count = prod(count for _, count in steps)
-    if count != dst.free_size:
-        raise NKIError("elements-differ", f"pattern {pattern} makes {count} values, dst holds {dst.free_size}")
+def _check_tensor_scalar_reduce(
+    dst, data, op0, operand0, reduce_op, reduce_res=None, reverse0=False, reduce_cmd=ReduceCmd.reset_reduce,
+    reduce_init=None, reduce_res_negate=False, name=None,
+):  # fmt: skip
+    operands.destination(dst)
+    operands.same_shape(dst, data=operands.on_chip(data, "data"))
+    _arithmetic(op0, "op0")
+    if reverse0:
+        raise NKIError("not-supported", "reverse0 of tensor_scalar_reduce is documented as not supported yet")
+    operands.column(0.0 if operand0 is None and op0.unary else operand0, "operand0", dst)
+    check_reduction(
+        dst, reduce_op, ("add", "subtract", "multiply", "maximum", "minimum"), reduce_res, reduce_cmd,
+        (ReduceCmd.reset_reduce, ReduceCmd.reduce, ReduceCmd.load_reduce),
+    )  # fmt: skip
+    if (reduce_init is None) is (reduce_cmd is ReduceCmd.load_reduce):
+        raise NKIError(
+            "reduce-cmd", f"reduce_init={reduce_init!r} with reduce_cmd {reduce_cmd.name}: load_reduce takes it"
+        )
+    if reduce_init is not None:
+        operands.column(reduce_init, "reduce_init", dst)
 
 
-@instruction(_check_iota)
-def iota(dst, pattern, offset=0, channel_multiplier=0, name=None):
-    """``dst[p, i...] = offset + p * channel_multiplier + sum(step_k * i_k)`` in int32. GpSimd."""
-    values = np.int64(offset) + np.arange(dst.shape[0], dtype=np.int64) * channel_multiplier
-    for step, count in pattern:
-        values = values[..., None] + np.arange(count, dtype=np.int64) * step
-    operands.write(dst, operands.like(values.astype(np.int32), dst))
+@instruction(_check_tensor_scalar_reduce)
+def tensor_scalar_reduce(
+    dst, data, op0, operand0, reduce_op, reduce_res=None, reverse0=False, reduce_cmd=ReduceCmd.reset_reduce,
+    reduce_init=None, reduce_res_negate=False, name=None,
+):  # fmt: skip
+    """``dst = data op0 operand0``; its reduction per partition goes to the Vector engine's registers, and from
+    there to ``reduce_res`` (P, 1), negated if ``reduce_res_negate``.
+    """
+    operand = np.float32(0) if operand0 is None else operands.read_column(operand0, dst)
+    with np.errstate(all="ignore"):
+        values = op0.alu(operands.read(data, dst), operand)
+    operands.write(dst, values)
+    init = None if reduce_init is None else operands.read_column(reduce_init, dst)
+    reduce_into("vector", reduce_op.name, values, data, reduce_res, reduce_cmd, init, reduce_res_negate)
+
+
+def _check_tensor_partition_reduce(dst, op, data, name=None):
+    operands.destination(dst, (SBUF,), sink=False)
+    operands.on_chip(data, "data", (SBUF,))
+    if not isinstance(op, Op) or op.name not in ("add", "maximum", "bitwise_or", "bitwise_and"):
+        raise NKIError("op", f"op is nl.add, nl.maximum, nl.bitwise_or or nl.bitwise_and, not {op!r}")
+    _alu(op, "op", dst, data)
+    if dst.shape[0] != 1 or dst.free_size != data.free_size:
+        raise NKIError("elements-differ", f"dst is {dst.shape}, the reduction of {data.shape} is (1, {data.free_size})")
+    operands.no_alias(dst, data=data)
+
+
+@instruction(_check_tensor_partition_reduce)
+def tensor_partition_reduce(dst, op, data, name=None):
+    """dst (1, F): the reduction of data [P, F] over its partitions. GpSimd, SBUF."""
+    if op.kind == "bitvec":
+        values = op.alu.reduce(dtypes.raw(data.load()), axis=0).view(dst.array().dtype)
+    else:
+        with np.errstate(all="ignore"):
+            values = op.alu.reduce(dtypes.to_float32(data.load()), axis=0)
+    operands.write(dst, values.reshape(dst.shape))
+
+
+def _check_tensor_tensor_scan(dst, data0, data1, initial, op0, op1, reverse0=False, reverse1=False, name=None):
+    operands.destination(dst, sink=False)
+    a, b = operands.on_chip(data0, "data0"), operands.on_chip(data1, "data1")
+    operands.same_shape(dst, data0=a, data1=b)
+    _not_both_psum(a, b, "data0 and data1")
+    for op, what in ((op0, "op0"), (op1, "op1")):
+        _arithmetic(op, what)
+        _two_operands(op, what)
+    operands.column(initial, "initial", dst, float32=False)
+
+
+@instruction(_check_tensor_tensor_scan)
+def tensor_tensor_scan(dst, data0, data1, initial, op0, op1, reverse0=False, reverse1=False, name=None):
+    """``y[i] = (data0[i] op0 y[i - 1]) op1 data1[i]`` along each partition, ``y[-1] = initial``, in fp32. Vector."""
+    for t in (data0, data1):
+        operands.carry_whole(t, dst)
+    a, b = (dtypes.to_float32(t.array()).reshape(dst.shape[0], -1) for t in (data0, data1))
+    if isinstance(initial, Tensor):
+        state = dtypes.to_float32(initial.load()).reshape(-1)
+    else:
+        state = np.full(dst.shape[0], initial, np.float32)
+    with np.errstate(all="ignore"):
+        if op0.name == "multiply" and isinstance(op1.alu, np.ufunc) and not reverse1 and (a == 1).all():
+            # y[i] = y[i - 1] op1 data1[i]: NumPy runs along the partition.
+            values = op1.alu.accumulate(np.concatenate([state[:, None], b], axis=1), axis=1)[:, 1:]
+        else:
+            values = np.empty_like(b)
+            for i in range(b.shape[1]):
+                state = _apply(op1, _apply(op0, a[:, i], state, reverse0), b[:, i], reverse1)
+                values[:, i] = state
+    operands.write(dst, operands.like(values, dst))
+
+
+def _check_bn_stats(dst, data, name=None):
+    operands.destination(dst, sink=False)
+    t = operands.on_chip(data, "data")
+    limit = core().target.bn_stats
+    if t.free_size > limit:
+        raise NKIError("bn-stats", f"data has {t.free_size} elements per partition, the limit is {limit}")
+    if dst.shape[0] != t.shape[0] or dst.free_size != 6:
+        raise NKIError("elements-differ", f"dst is {dst.shape}, bn_stats makes ({t.shape[0]}, 6)")
+
+
+@instruction(_check_bn_stats)
+def bn_stats(dst, data, name=None):
+    """dst [P, 6]: count, mean and variance * count of the even elements of each partition, then of the odd."""
+    operands.carry_whole(data, dst)
+    rows = dtypes.to_float32(data.array()).reshape(data.shape[0], -1)
+    values = np.zeros((data.shape[0], 6), np.float32)
+    for first in (0, 1):
+        part = rows[:, first::2]
+        if part.shape[1]:
+            mean = part.mean(axis=1)
+            values[:, 3 * first : 3 * first + 3] = np.stack(
+                [np.full(len(part), part.shape[1], np.float32), mean, ((part - mean[:, None]) ** 2).sum(axis=1)], axis=1
+            )
+    operands.write(dst, operands.like(values, dst))
+
+
+def _check_bn_aggr(dst, data, name=None):
+    operands.destination(dst, sink=False)
+    t = operands.on_chip(data, "data")
+    if t.free_size % 3:
+        raise NKIError("bn-aggr", f"data has {t.free_size} elements per partition, not triples of count, mean, sum")
+    if dst.shape[0] != t.shape[0] or dst.free_size != 2:
+        raise NKIError("elements-differ", f"dst is {dst.shape}, bn_aggr makes ({t.shape[0]}, 2)")
+
+
+@instruction(_check_bn_aggr)
+def bn_aggr(dst, data, name=None):
+    """dst [P, 2]: mean and variance of what the (count, mean, variance * count) triples of data describe."""
+    operands.carry_whole(data, dst)
+    count, mean, squares = np.moveaxis(dtypes.to_float32(data.array()).reshape(data.shape[0], -1, 3), -1, 0)
+    with np.errstate(all="ignore"):
+        total = count.sum(axis=1)
+        overall = (count * mean).sum(axis=1) / total
+        variance = (squares + count * (mean - overall[:, None]) ** 2).sum(axis=1) / total
+    operands.write(dst, operands.like(np.stack([overall, variance], axis=1), dst))

@@ -43,6 +43,13 @@ class reduce_cmd(enum.Enum):
     load_reduce = "load_reduce"
 
 
+class dma_engine(enum.Enum):
+    """Who moves the data of ``sendrecv``: the DMA engines, or those of GpSimd (low latency, small)."""
+
+    dma = "dma"
+    gpsimd_dma = "gpsimd_dma"
+
+
 class matmul_perf_mode(enum.Enum):
     none = "none"
     double_row = "double_row"

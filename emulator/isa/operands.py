@@ -10,7 +10,8 @@ import numpy as np
 from .. import dtypes
 from ..errors import NKIError
 from ..machine import core
-from ..tensor import MemoryRegion, Tensor
+from ..registers import VirtualRegister
+from ..tensor import MemoryRegion, Tensor, integer
 from .enums import engine as Engine
 
 SBUF = MemoryRegion.sbuf
@@ -96,6 +97,11 @@ def is_number(value) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
+def immediate_or_register(value, what: str) -> int:
+    """An int known when the kernel is built, or what a register holds now."""
+    return value.read() if isinstance(value, VirtualRegister) else integer(value, what)
+
+
 def one_of_engines(engine, *allowed: Engine) -> None:
     # An int equals a member of the enumeration, but NKI refuses it.
     if not isinstance(engine, Engine) or (engine is not Engine.unknown and engine not in allowed):
@@ -115,15 +121,61 @@ def like(array: np.ndarray, dst: Tensor) -> np.ndarray:
 
 def read(t: Tensor, dst: Tensor) -> np.ndarray:
     """An operand in fp32 and in the shape of ``dst``."""
+    if t.storage.filled is not True:
+        carry(t.unwritten(), dst)
     return like(dtypes.to_float32(t.array()), dst)
+
+
+def carry(unwritten: np.ndarray | None, dst: Tensor) -> None:
+    """Note elements of an operand that nothing wrote; ``write`` makes those of dst unwritten, too.
+
+    So a kernel may compute on all of a tile of which it loaded a part, as long as it does not use the rest.
+    """
+    if unwritten is not None:
+        running = core()
+        mask = unwritten.reshape(dst.shape) if unwritten.size == dst.size else np.broadcast_to(unwritten, dst.shape)
+        running.unwritten = mask if running.unwritten is None else running.unwritten | mask
+
+
+def carry_whole(t: Tensor, dst: Tensor, first: int = 1) -> None:
+    """As ``carry``, for an instruction that combines the elements of ``t`` over its dimensions from ``first``.
+
+    Where all that is combined is unwritten, so is the result; where a part is, the instruction is refused.
+    """
+    unwritten = None if t.storage.filled is True else t.unwritten()
+    if unwritten is None:
+        return
+    combined = unwritten.reshape(*unwritten.shape[:first], -1)
+    whole = combined.all(axis=-1)
+    if (combined.any(axis=-1) != whole).any():
+        t.check_filled()
+    carry(whole if whole.size == dst.size else whole.reshape(-1, *(1,) * (dst.ndim - 1)), dst)
+
+
+def settle(dst: Tensor) -> None:
+    """After a write: what it made of unwritten elements is unwritten."""
+    running = core()
+    if running.unwritten is not None:
+        dst.forget(running.unwritten)
+        running.unwritten = None
 
 
 def read_column(value, dst: Tensor):
     """An immediate as fp32, or a column that broadcasts over the free dimensions of ``dst``."""
     if isinstance(value, Tensor):
-        return dtypes.to_float32(value.array()).reshape((dst.shape[0],) + (1,) * (len(dst.shape) - 1))
+        shape = (dst.shape[0],) + (1,) * (len(dst.shape) - 1)
+        if value.storage.filled is not True and (unwritten := value.unwritten()) is not None:
+            carry(unwritten.reshape(shape), dst)
+        return dtypes.to_float32(value.array()).reshape(shape)
     with np.errstate(over="ignore"):
         return np.float32(value)
+
+
+def not_a_sum(dst: Tensor) -> None:
+    """Note that an engine other than the Tensor engine wrote to PSUM, where a matmul may have: see nc_matmul."""
+    if dst.storage.region is PSUM and dst.storage.written.any():
+        flags = dst.written()
+        flags[...] = np.where(flags == 0, 0, 2)
 
 
 def _is_sink(t: Tensor) -> bool:
@@ -132,18 +184,22 @@ def _is_sink(t: Tensor) -> bool:
 
 def write(dst: Tensor, values: np.ndarray) -> None:
     """Convert once and store."""
-    array = dst.array()
+    array = dst.target()
+    not_a_sum(dst)
     if _is_sink(dst):
         last = tuple(slice(-1, None) if s == 0 else slice(None) for s in dst.strides)
         array, values = array[last], values[last]
     dtypes.store(array, values)
+    settle(dst)
 
 
 def binary(dst: Tensor, ufunc, a, b) -> None:
     """``dst = ufunc(a, b)`` in fp32; without a temporary where dst is fp32."""
     if dst.dtype == "float32" and isinstance(ufunc, np.ufunc) and not _is_sink(dst):
         with np.errstate(all="ignore"):
-            ufunc(a, b, out=dst.array())
+            ufunc(a, b, out=dst.target())
+        not_a_sum(dst)
+        settle(dst)
     else:
         with np.errstate(all="ignore"):
             values = ufunc(a, b)

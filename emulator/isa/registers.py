@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..errors import NKIError
 from ..registers import VirtualRegister
 from ..table import instruction
 from ..tensor import MemoryRegion, Tensor
-from . import operands
+from . import data_movement, operands
 
 
 def register_alloc(x=None) -> VirtualRegister:
@@ -42,7 +44,7 @@ def _check_register_load(dst, src, name=None):
 @instruction(_check_register_load)
 def register_load(dst, src, name=None):
     """Load one element of SBUF or HBM into a register."""
-    dst.write(int(src.moved().array().reshape(-1)[0]))
+    dst.write(int(data_movement.loaded(src.moved()).reshape(-1)[0]))
 
 
 def _check_register_store(dst, src, name=None):
@@ -55,7 +57,7 @@ def _check_register_store(dst, src, name=None):
 @instruction(_check_register_store)
 def register_store(dst, src, name=None):
     """Store a register into one element of SBUF or HBM."""
-    dst.moved().array()[...] = src.read()
+    data_movement.stored(dst.moved(), np.asarray(src.read()))
 
 
 def _check_register_move(dst, src, name=None):

@@ -8,7 +8,7 @@ from .. import dtypes
 from ..errors import NKIError
 from ..machine import core
 from ..table import instruction
-from ..tensor import Tensor
+from ..tensor import Tensor, integer
 from . import operands
 from .enums import engine as Engine
 from .enums import matmul_perf_mode as PerfMode
@@ -59,38 +59,80 @@ def _check_nc_matmul(
     a, b = operands.on_chip(stationary, "stationary", (SBUF,)), operands.on_chip(moving, "moving", (SBUF,))
     if a.shape[0] != b.shape[0]:
         raise NKIError("matmul-contraction", f"stationary has {a.shape[0]} partitions, moving {b.shape[0]}; both are K")
-    if a.free_size > chip.matmul_stationary:
+    rows, columns = _tile(tuple(tile_position), tuple(tile_size), a, dst)
+    if a.shape[0] > rows:
+        raise NKIError("matmul-tile", f"stationary has {a.shape[0]} partitions, tile_size {tile_size} has {rows} rows")
+    double = _double_row(perf_mode)
+    if double:
+        _check_double_row(a, b, columns, is_transpose)
+    m, n = (t.free_size // 2 if double else t.free_size for t in (a, b))
+    if m > min(chip.matmul_stationary, columns):
         raise NKIError(
             "matmul-stationary",
-            f"stationary has {a.free_size} free elements, the limit is {chip.matmul_stationary}",
+            f"stationary has {m} free elements, the limit is {min(chip.matmul_stationary, columns)}",
         )
-    if b.free_size > chip.matmul_moving:
-        raise NKIError("matmul-moving", f"moving has {b.free_size} free elements, the limit is {chip.matmul_moving}")
-    if dst.shape[0] != a.free_size or dst.free_size != b.free_size:
-        raise NKIError(
-            "matmul-shape",
-            f"dst is {dst.shape}, stationary.T @ moving is ({a.free_size}, {b.free_size})",
-        )
+    if n > chip.matmul_moving:
+        raise NKIError("matmul-moving", f"moving has {n} free elements, the limit is {chip.matmul_moving}")
+    if dst.shape[0] != m or dst.free_size != n:
+        raise NKIError("matmul-shape", f"dst is {dst.shape}, stationary.T @ moving is ({m}, {n})")
     _one_bank(dst)
     for what, t in (("stationary", a), ("moving", b)):
         if not dtypes.is_float(t.dtype):
             raise NKIError("dtype", f"{what} is {t.dtype}, the Tensor engine multiplies floats")
     if (a.dtype == "float32") != (b.dtype == "float32"):
         raise NKIError("dtype", f"float32 multiplies float32 only, got {a.dtype} and {b.dtype}")
-    if tuple(tile_position) or tuple(tile_size):
-        raise NKIError("not-implemented", "tile_position and tile_size")
-    if perf_mode not in (PerfMode.none, "none"):
-        raise NKIError("not-implemented", f"perf_mode {perf_mode}")
     if accumulate is not None and not isinstance(accumulate, bool):
         raise NKIError("accumulate", f"accumulate is None, True or False, not {accumulate!r}")
     if is_transpose:
         if accumulate:
             raise NKIError("accumulate", "a transpose moves bits, there is nothing to add them to")
         _check_transposed_dtype(dst, a, "stationary")
-        if not np.array_equal(_flat(b), np.eye(b.shape[0], b.free_size)):
+        if b.storage.filled is True and not np.array_equal(_flat(b), np.eye(b.shape[0], b.free_size)):
             raise NKIError("matmul-identity", "is_transpose needs the identity as moving")
     elif dst.dtype != "float32":
         raise NKIError("dtype", f"dst is {dst.dtype}, PSUM accumulates in float32")
+
+
+def _tile(position: tuple, size: tuple, a: Tensor, dst: Tensor) -> tuple[int, int]:
+    """Rows and columns of the part of the 128 x 128 array that a matmul uses."""
+    if not position and not size:
+        return 128, 128
+    if len(position) != 2 or len(size) != 2:
+        raise NKIError(
+            "matmul-tile", f"tile_position {position} and tile_size {size}: both are pairs, or neither is given"
+        )
+    for at, extent, what in zip(position, size, ("row", "column"), strict=True):
+        if integer(extent, "tile_size") not in (32, 64, 128):
+            raise NKIError("matmul-tile", f"tile_size {size}: {what} sizes are 32, 64 and 128")
+        if integer(at, "tile_position") % extent or not 0 <= at <= 128 - extent:
+            raise NKIError("matmul-tile", f"tile_position {position}: the {what} is a multiple of {extent} below 128")
+    # A row of the array reads the partition of that number, a column writes the partition of that number.
+    if a.start_partition != position[0]:
+        raise NKIError(
+            "matmul-tile", f"stationary starts at partition {a.start_partition}, the tile at row {position[0]}"
+        )
+    if dst.start_partition != position[1]:
+        raise NKIError(
+            "matmul-tile", f"dst starts at partition {dst.start_partition}, the tile at column {position[1]}"
+        )
+    return size
+
+
+def _double_row(perf_mode) -> bool:
+    # nki-library passes the values of the enumeration, too.
+    if perf_mode not in (*PerfMode, *(mode.value for mode in PerfMode)):
+        raise NKIError("perf-mode", f"perf_mode is a nisa.matmul_perf_mode, not {perf_mode!r}")
+    return perf_mode in (PerfMode.double_row, PerfMode.double_row.value)
+
+
+def _check_double_row(a: Tensor, b: Tensor, columns: int, is_transpose) -> None:
+    for what, t in (("stationary", a), ("moving", b)):
+        if t.ndim < 3 or t.shape[1] != 2:
+            raise NKIError("double-row", f"double_row contracts a first free dimension of 2, {what} is {t.shape}")
+        if not t.dtype.startswith("float8"):
+            raise NKIError("double-row", f"double_row multiplies float8, {what} is {t.dtype}")
+    if columns != 128 or is_transpose:
+        raise NKIError("double-row", "double_row goes with neither column tiles nor transposes")
 
 
 def _check_transposed_dtype(dst: Tensor, data: Tensor, what: str) -> None:
@@ -102,9 +144,26 @@ def _check_transposed_dtype(dst: Tensor, data: Tensor, what: str) -> None:
         raise NKIError("dtype", f"the Tensor engine does not transpose {data.dtype}, {what} must have 2 or 4 bytes")
 
 
-def _flat(t: Tensor) -> np.ndarray:
-    """[K, free] in fp32."""
-    return dtypes.to_float32(t.array().reshape(t.shape[0], -1))
+def _flat(t: Tensor, double: bool = False) -> np.ndarray:
+    """[K, free] in fp32; with double_row [2 K, free]."""
+    rows = t.shape[0] * (2 if double else 1)
+    return dtypes.to_float32(t.array().reshape(rows, -1))
+
+
+def _unwritten_columns(t: Tensor, double: bool) -> np.ndarray | None:
+    """Per free element: is all of its column unwritten? A column of which a part is unwritten is refused."""
+    unwritten = t.unwritten()
+    if unwritten is None:
+        return None
+    unwritten = unwritten.reshape(t.shape[0] * (2 if double else 1), -1)
+    columns = unwritten.all(axis=0)
+    if (unwritten & ~columns).any():
+        t.check_filled()
+    return columns
+
+
+# Flags of ``Storage.written``: what an element of PSUM holds, for the Tensor engine that may add to it.
+_MATMUL, _FOREIGN = 1, 2
 
 
 @instruction(_check_nc_matmul)
@@ -126,26 +185,58 @@ def nc_matmul(
     ``accumulate``: False overwrites, True adds, None adds where an earlier matmul wrote this PSUM tensor and
     overwrites elsewhere. Only the Tensor engine counts: a memset does not.
 
+    ``tile_position``, ``tile_size``: (row, column) and (rows, columns) of the part of the array that works; it
+    reads the partitions of its rows and writes those of its columns.
+
+    ``perf_mode`` double_row: float8 operands ``[K, 2, free]``, summed over both leading dimensions.
+
     ``is_transpose``: moving is the identity, dst is stationary.T bit for bit.
     """
     if is_transpose:
         _transpose(dst, stationary)
-        dst.written()[...] = True
+        dst.written()[...] = _MATMUL
         return
+    double = _double_row(perf_mode)
     with np.errstate(all="ignore"):
-        product = operands.like(_flat(stationary).T @ _flat(moving), dst)
-        array, flags = dst.array(), dst.written()
+        rows, columns = _unwritten_columns(stationary, double), _unwritten_columns(moving, double)
+        product = operands.like(_flat(stationary, double).T @ _flat(moving, double), dst)
+        flags = dst.written()
         if accumulate is False or (accumulate is None and not flags.any()):
-            array[...] = product
-        elif accumulate is True or flags.all():
-            array += product
+            dst.target()[...] = product
         else:
-            array[...] = np.where(flags.all(axis=-1), array + product, product)
-    flags[...] = True
+            _may_accumulate(dst, flags, accumulate)
+            array = dst.array()
+            array += product
+    if rows is not None or columns is not None:
+        unwritten = np.zeros((dst.shape[0], dst.free_size), bool)
+        unwritten |= False if rows is None else rows[:, None]
+        unwritten |= False if columns is None else columns
+        dst.forget(unwritten)
+    flags[...] = _MATMUL
+
+
+def _may_accumulate(dst: Tensor, flags: np.ndarray, accumulate) -> None:
+    """What dst holds is the sum of a matmul, all of it."""
+    if (flags == _FOREIGN).any():
+        raise NKIError(
+            "accumulate-foreign",
+            f"another engine wrote {dst!r} after a matmul did: adding to that is undefined; start a new sum with "
+            "accumulate=False or a new tensor",
+        )
+    if not flags.all():
+        if accumulate is True:
+            raise NKIError("accumulate-unset", f"accumulate=True on {dst!r}, which no matmul has started")
+        raise NKIError(
+            "accumulate-mixed",
+            f"{dst!r} was written by a matmul in part: one instruction cannot add there and overwrite elsewhere",
+        )
 
 
 def _transpose(dst: Tensor, data: Tensor) -> None:
-    dst.array()[...] = operands.like(data.array().reshape(data.shape[0], -1).T, dst)
+    unwritten = data.unwritten()
+    dst.target()[...] = operands.like(data.array().reshape(data.shape[0], -1).T, dst)
+    if unwritten is not None:
+        dst.forget(unwritten.reshape(data.shape[0], -1).T)
 
 
 def _transpose_engine(dst: Tensor, engine) -> Engine:
@@ -188,4 +279,4 @@ def nc_transpose(dst, data, engine=Engine.unknown, name=None):
     """``dst = data.T`` of ``[partitions, free]``, bit for bit."""
     _transpose(dst, data)
     if _transpose_engine(dst, engine) is Engine.tensor:
-        dst.written()[...] = True
+        dst.written()[...] = _MATMUL

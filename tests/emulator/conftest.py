@@ -109,6 +109,13 @@ def refused():
 
 
 @pytest.fixture
+def poisoned():
+    """Fresh memory reads NaN, or 4 in integers, instead of being refused."""
+    with emulator.unchecked("never-written"):
+        yield
+
+
+@pytest.fixture
 def store():
     return _store
 

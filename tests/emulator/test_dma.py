@@ -12,6 +12,9 @@ import nki  # noqa: E402
 import nki.isa as nisa  # noqa: E402
 import nki.language as nl  # noqa: E402
 
+# Many of these look at what a copy leaves as it was.
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 SKIP, ERROR = nisa.oob_mode.skip, nisa.oob_mode.error
 ROWS, COLUMNS = 7, 5
 

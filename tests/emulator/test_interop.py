@@ -129,6 +129,7 @@ def test_torch_arguments_refused(x, rule, says):
     assert caught.value.rule == rule and says in str(caught.value)
 
 
+@pytest.mark.usefixtures("poisoned")
 def test_a_result_that_torch_has_no_dtype_for():
     def kernel(x):
         return nl.ndarray((2,), nl.float8_e4m3, nl.shared_hbm)

@@ -33,6 +33,7 @@ ONES = np.ones((3, 4), np.float32)
 # -- poison ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("buffer", [nl.sbuf, nl.hbm, nl.shared_hbm])
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
 def test_fresh_memory_reads_nan_or_four(buffer, dtype):
@@ -45,6 +46,7 @@ def test_fresh_memory_reads_nan_or_four(buffer, dtype):
     assert np.isnan(out.astype(np.float64)).all() if dtype in FLOATS else (out == 4).all()
 
 
+@pytest.mark.usefixtures("poisoned")
 def test_fresh_psum_reads_nan():
     def kernel():
         tile = nl.ndarray((2, 3), nl.float32)
@@ -56,6 +58,7 @@ def test_fresh_psum_reads_nan():
     assert np.isnan(nki.simulate(kernel)()).all()
 
 
+@pytest.mark.usefixtures("poisoned")
 def test_what_a_kernel_forgets_to_store_shows():
     def kernel(x):
         out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
@@ -130,7 +133,8 @@ def test_shared_hbm_is_one_tensor_and_private_hbm_two(order, buffer):
         return out
 
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    with core_order(*order):
+    # A race, as both cores run: the order shows which memory is shared.
+    with core_order(*order), emulator.unchecked("never-written", "core-race"):
         out = nki.simulate(nki.jit(kernel)[2])(x)
     first, second = order
     assert np.array_equal(out[first][first], x[first]) and np.isnan(out[first][second]).all()
@@ -309,8 +313,7 @@ def test_tile_sizes_of_trn2():
         assert size.total_available_sbuf_size == size.sbuf_fmax_bytes == 224 * 1024 - 16384 - 8 - 520
 
     nki.simulate(kernel)()
-    with pytest.raises(NKIError, match="while a kernel runs"):
-        nl.tile_size.pmax  # noqa: B018
+    assert nl.tile_size.pmax == 128  # kernels also read it at import
 
 
 def test_ranges_are_python_ranges():

@@ -312,6 +312,7 @@ def test_views_share_storage():
     assert np.array_equal(nki.simulate(kernel)(), wanted.reshape(64, 12))
 
 
+@pytest.mark.usefixtures("poisoned")
 def test_every_ndarray_is_its_own_storage_also_at_one_address():
     def kernel():
         out = nl.ndarray((2, 4), nl.float32, nl.shared_hbm)

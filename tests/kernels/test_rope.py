@@ -137,10 +137,13 @@ def test_each_element_crosses_hbm_once(monkeypatch, lnc):
     assert writes == {"output": query.nbytes + key.nbytes}
 
 
-def test_two_chunks_and_two_tables_fit_sbuf():
-    table = 3 * 2 * module.CHUNK_COLUMNS * 4  # cosines, sines and signed sines, both halves, fp32
-    one_head = 2 * module.CHUNK_COLUMNS * (4 + 4 + 4 + 4)  # input, output and two products in fp32
-    assert 2 * (table + max(module.CHUNK_BYTES, one_head)) <= emulator.arch.TRN2.sbuf_usable_bytes
+def test_two_chunks_and_two_tables_fit_on_chip():
+    chip = emulator.arch.TRN2
+    table = 2 * 2 * module.CHUNK_COLUMNS * 4  # cosines and sines, both halves, fp32
+    one_head = 2 * module.CHUNK_COLUMNS * (4 + 4 + 4)  # input, output and one product in fp32
+    assert 2 * (table + max(module.CHUNK_BYTES, one_head)) <= chip.sbuf_usable_bytes
+    assert chip.psum_bytes == 2 * module.PSUM_BYTES
+    assert module.PSUM_BYTES // (2 * module.CHUNK_COLUMNS * 4) >= 2  # the sines and one head
 
 
 @pytest.mark.parametrize("lnc, seq", [(1, 128), (2, 512), (2, 0)])

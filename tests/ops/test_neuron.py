@@ -66,7 +66,15 @@ def test_what_cannot_be_honoured_is_an_error(monkeypatch, value, message):
     neuron.reset_launches()
     with pytest.raises(ValueError, match=message):
         call()
+    with pytest.raises(ValueError, match=message):  # nor where nothing would run
+        rope(torch.randn(1, 0, 2, 8), torch.randn(1, 0, 1, 8), torch.randn(4, 16))
     assert neuron.launches() == {}
+
+
+def test_an_empty_variable_is_unset(monkeypatch):
+    for name in ("TRN_KERNELS_BACKEND", "NEURON_LOGICAL_NC_CONFIG", "NEURON_PLATFORM_TARGET_OVERRIDE"):
+        monkeypatch.setenv(name, "")
+    call()
 
 
 def test_other_devices_run_the_reference_with_one_warning():
@@ -156,8 +164,16 @@ def test_a_kernel_of_an_operator_writes_no_argument():
     assert torch.equal(a, torch.ones(8, 4))
 
 
+def test_storages_can_be_resized_as_on_the_device():
+    """FSDP and others free memory so; NumPy's memory would refuse."""
+    a = torch.randn(8, 4)
+    out = neuron.wrap_nki(add)(a, a)
+    for tensor in (a, out):
+        tensor.untyped_storage().resize_(0)
+
+
 def test_a_fake_tensor_needs_a_fake(monkeypatch):
-    with torch._subclasses.FakeTensorMode(), pytest.raises(TypeError, match="cannot run on FakeTensor"):
+    with torch._subclasses.FakeTensorMode(), pytest.raises(TypeError, match="runs on plain tensors, not on FakeTensor"):
         neuron.wrap_nki(add)(torch.randn(8, 4), torch.randn(8, 4))
 
 

@@ -103,6 +103,12 @@ def test_tables_per_batch_broadcast_as_documented():
             assert torch.equal(got[0][b], want[0][b]) and torch.equal(got[0][b], alone[0][0])
 
 
+def test_an_empty_batch_with_a_table_per_batch():
+    query, key, table = make((2, 16, 64), (4, 2))
+    for cache in (table.expand(0, -1, -1), table[None]):
+        assert rope(query[:0], key[:0], cache)[0].shape == (0, 16, 4, 64)
+
+
 def test_the_second_document_equals_the_first():
     query, key, table = make((1, 192, 64), (2, 1))
     query[:, 96:], key[:, 96:] = query[:, :96], key[:, :96]

@@ -4,16 +4,18 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from torchtitan.config import Configurable, OverrideConfig, apply_overrides
+from torchtitan.config import Configurable, OverrideConfig, apply_overrides, derive
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import _REGISTRY
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.rope import CosSinRoPE
-from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b, qwen3_debugmodel, qwen3_moe_debug
 
 import trn_kernels
-from trn_kernels.overrides import OVERRIDES, NKIRoPE, compat, nki_rope
+from trn_kernels.overrides import OVERRIDES, NKIGroupedExperts, NKIRoPE, compat, nki_grouped_experts, nki_rope
 
 LAYERS = 8  # of torchtitan's debug model
 ROOT = Path(trn_kernels.__file__).parent
@@ -25,22 +27,38 @@ class OtherRoPE(CosSinRoPE):
         pass
 
 
+class OtherExperts(GroupedExperts):
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+
 def ropes(config):
     return [layer.attention.rope for layer in config.model_spec.model.layers]
 
 
+def experts(config):
+    return [layer.moe.routed_experts.inner_experts for layer in config.model_spec.model.layers]
+
+
 def with_a_subclass(config):
-    """Layer 3 has a RoPE that is not exactly the target."""
-    attention = config.model_spec.model.layers[3].attention
-    attention.rope = OtherRoPE.Config(dim=128, max_seq_len=16)
+    """Layer 3 has a RoPE, and experts if it is a mixture, that are not exactly the targets."""
+    layer = config.model_spec.model.layers[3]
+    layer.attention.rope = OtherRoPE.Config(dim=128, max_seq_len=16)
+    if layer.moe is not None:
+        routed = layer.moe.routed_experts
+        routed.inner_experts = derive(routed.inner_experts, OtherExperts.Config)
     return config
 
 
-def test_target_is_exactly_cos_sin_rope():
-    single = _REGISTRY["trn_kernels.overrides.nki_rope"]
-    assert single.target_cls is CosSinRoPE.Config
+@pytest.mark.parametrize(
+    ("factory", "target"), [(nki_rope, CosSinRoPE.Config), (nki_grouped_experts, GroupedExperts.Config)]
+)
+def test_target_is_exactly_the_stock_class(factory, target):
+    single = _REGISTRY[f"trn_kernels.overrides.{factory.__name__}"]
+    assert single.target_cls is target
     assert single.exact
-    assert single.factory is nki_rope
+    assert single.factory is factory
 
 
 @pytest.mark.parametrize(
@@ -69,11 +87,75 @@ def test_command_line_forms(tokens, name, kernel):
     assert len({id(rope) for rope in ropes(config)}) == LAYERS
 
 
-@pytest.mark.parametrize("imports", ["trn_kernels.overrides", "trn_kernels.overrides.nki_rope"])
-def test_subclass_is_not_claimed(imports):
-    config = with_a_subclass(qwen3_debugmodel())
-    assert len(apply_overrides(OverrideConfig(imports=[imports]), config)) == LAYERS - 1
+@pytest.mark.parametrize(
+    ("imports", "rope", "inner"),
+    [
+        ("trn_kernels.overrides", NKIRoPE, NKIGroupedExperts),
+        ("trn_kernels.overrides.nki_rope", NKIRoPE, GroupedExperts),
+        ("trn_kernels.overrides.nki_grouped_experts", CosSinRoPE, NKIGroupedExperts),
+        (
+            "trn_kernels.overrides.nki_rope,trn_kernels.overrides.nki_grouped_experts",
+            NKIRoPE,
+            NKIGroupedExperts,
+        ),
+    ],
+)
+def test_mixture_of_experts(imports, rope, inner):
+    """Together and singly; one line for each node that is replaced."""
+    config = ConfigManager().parse_args(
+        ["--module", "qwen3", "--config", "qwen3_moe_debug", "--override.imports", imports]
+    )
+    lines = apply_overrides(config.override, config)
+    expected = []
+    for i in range(LAYERS):
+        layer = f": model_spec.model.layers.{i}."
+        if rope is NKIRoPE:
+            expected.append(f"{layer}attention.rope CosSinRoPE.Config -> NKIRoPE.Config")
+        if inner is NKIGroupedExperts:
+            node = "moe.routed_experts.inner_experts"
+            expected.append(f"{layer}{node} GroupedExperts.Config -> NKIGroupedExperts.Config")
+    # What comes before the node is the name of the override.
+    assert sorted(line[line.index(": ") :] for line in lines) == sorted(expected)
+    assert {type(cfg) for cfg in ropes(config)} == {rope.Config}
+    assert {type(cfg) for cfg in experts(config)} == {inner.Config}
+
+
+@pytest.mark.parametrize(
+    ("imports", "claims"),
+    [
+        ("trn_kernels.overrides", 2),
+        ("trn_kernels.overrides.nki_rope", 1),
+        ("trn_kernels.overrides.nki_grouped_experts", 1),
+    ],
+)
+def test_subclass_is_not_claimed(imports, claims):
+    config = with_a_subclass(qwen3_moe_debug())
+    assert len(apply_overrides(OverrideConfig(imports=[imports]), config)) == claims * (LAYERS - 1)
     assert type(ropes(config)[3]) is OtherRoPE.Config
+    assert type(experts(config)[3]) is OtherExperts.Config
+
+
+def test_some_layers_by_an_override_of_ones_own(tmp_path, monkeypatch):
+    """What the README says: a factory of the package under the user's `fqns`, in the user's module."""
+    (tmp_path / "my_overrides.py").write_text(
+        "from torchtitan.config import override\n"
+        "from torchtitan.models.common.moe import GroupedExperts\n"
+        "from trn_kernels.overrides import nki_grouped_experts\n"
+        "\n"
+        "@override(target=GroupedExperts.Config, exact=True, fqns=['*.layers.1[0-9].*'])\n"
+        "def nki_experts_10_to_19(cfg):\n"
+        "    return nki_grouped_experts(cfg)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = qwen3_30b_a3b()
+    imports = ["my_overrides.nki_experts_10_to_19", "trn_kernels.overrides.nki_rope"]
+    with patch.dict(_REGISTRY):
+        lines = apply_overrides(OverrideConfig(imports=imports), config)
+    mine = [line for line in lines if line.startswith("[Override] my_overrides.nki_experts_10_to_19: ")]
+    assert len(mine) == 10
+    assert len(lines) == 10 + 48
+    claimed = [i for i, cfg in enumerate(experts(config)) if type(cfg) is NKIGroupedExperts.Config]
+    assert claimed == [*range(10, 20)]
 
 
 def test_bundle_and_single_override_conflict_by_node():
@@ -100,13 +182,29 @@ def test_factory_keeps_every_field():
     assert type(new.build()) is NKIRoPE
 
 
+def test_experts_factory_keeps_every_field():
+    config = GroupedExperts.Config(
+        dim=6, hidden_dim=5, num_experts=3, param_init={"w1_EFD": None}, sharding_config=object()
+    )
+    new = nki_grouped_experts(config)
+    assert type(new) is NKIGroupedExperts.Config
+    assert {f.name for f in fields(new)} == {f.name for f in fields(config)}
+    for field in fields(config):
+        assert getattr(new, field.name) is getattr(config, field.name)
+    module = new.build()
+    assert type(module) is NKIGroupedExperts
+    assert module.num_experts == 3
+    assert module._param_init is config.param_init
+    assert module._sharding_config is config.sharding_config
+
+
 def test_unknown_kernel_is_refused():
     with pytest.raises(ValueError, match="kernel must be one of .*'rope'.*'rope_hf'.* got 'roap'"):
         nki_rope(CosSinRoPE.Config(dim=64, max_seq_len=8), kernel="roap")
 
 
 def test_bundle_serves_several_targets(monkeypatch):
-    """A second override joins by one more (target, factory) pair."""
+    """Another override joins by one more (target, factory) pair."""
     from torchtitan.models.common.nn_modules import RMSNorm
 
     registered = {}
@@ -126,15 +224,16 @@ def test_bundle_serves_several_targets(monkeypatch):
     compat.register([*OVERRIDES, (RMSNorm.Config, halve_eps)])
     assert set(registered) == {
         "trn_kernels.overrides.nki_rope",
+        "trn_kernels.overrides.nki_grouped_experts",
         "trn_kernels.overrides.halve_eps",
         "trn_kernels.overrides",
     }
     target, bundle = registered["trn_kernels.overrides"]
-    model = with_a_subclass(qwen3_debugmodel()).model_spec.model
+    model = with_a_subclass(qwen3_moe_debug()).model_spec.model
     claims = [cfg for _, cfg, _, _ in model.traverse(target)]
-    # One RoPE and two query/key norms per layer (the same node for both), two block norms, one final norm.
-    assert {type(cfg) for cfg in claims} == {CosSinRoPE.Config, RMSNorm.Config}
+    assert {type(cfg) for cfg in claims} == {CosSinRoPE.Config, GroupedExperts.Config, RMSNorm.Config}
     assert sum(type(cfg) is CosSinRoPE.Config for cfg in claims) == LAYERS - 1
+    assert sum(type(cfg) is GroupedExperts.Config for cfg in claims) == LAYERS - 1
     norm = next(cfg for cfg in claims if type(cfg) is RMSNorm.Config)
     assert bundle(norm).eps == norm.eps / 2
 
@@ -179,11 +278,17 @@ def test_builds_with_named_overrides(monkeypatch, has_exact):
     registry = NamedRegistry(has_exact)
     monkeypatch.setattr(compat, "override", registry.override)
     compat.register(OVERRIDES)
-    config = with_a_subclass(qwen3_debugmodel())
+    config = with_a_subclass(qwen3_moe_debug())
     lines = registry.apply("trn_kernels.overrides", config)
-    claimed = [i for i in range(LAYERS) if i != 3]
-    assert lines == [f"[Override] nki_rope: model_spec.model.layers.{i}.attention.rope" for i in claimed]
+    nodes = [("nki_rope", "attention.rope"), ("nki_grouped_experts", "moe.routed_experts.inner_experts")]
+    assert lines == [
+        f"[Override] {name}: model_spec.model.layers.{i}.{node}"
+        for name, node in nodes
+        for i in range(LAYERS)
+        if i != 3
+    ]
     assert [type(rope) for rope in ropes(config)].count(NKIRoPE.Config) == LAYERS - 1
+    assert [type(inner) for inner in experts(config)].count(NKIGroupedExperts.Config) == LAYERS - 1
 
 
 def run(code):
@@ -201,6 +306,8 @@ def test_import_registers_where_torchtitan_is_loaded():
     done = run(
         f"import runpy; runpy.run_path({str(ROOT / 'recipes' / 'cpu.py')!r})['stub_triton']()\n"
         "from torchtitan.config.override import _REGISTRY\n"
+        "import torchtitan.models.common\n"
         "import trn_kernels; print(*sorted(_REGISTRY))"
     )
-    assert done.stdout.split() == ["trn_kernels.overrides", "trn_kernels.overrides.nki_rope"], done.stderr
+    names = ["trn_kernels.overrides", *(f"trn_kernels.overrides.{factory.__name__}" for _, factory in OVERRIDES)]
+    assert done.stdout.split() == sorted(names), done.stderr

@@ -1,59 +1,45 @@
-"""The command of the README, in two processes, with and without the override: the same training, bit for bit."""
+"""The commands of the README, in two processes, with and without an override."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 LAYERS, STEPS = 4, 10
 
 
-def train(folder: Path, dtype: str, *flags: str) -> tuple[list, str]:
-    """Loss, maximum loss and gradient norm of each step, and the log."""
-    record = folder / f"{dtype}-{len(flags)}.jsonl"
-    command = f"""
-        -m torch.distributed.run --nproc_per_node=2 --rdzv_backend c10d --rdzv_endpoint localhost:0
-        --local-ranks-filter 0 --role rank --tee 3
-        -m trn_kernels.recipes.train --module recorded --config debug
-        --training.steps {STEPS} --training.seq_len 128 --training.mixed_precision_param {dtype}
-        --debug.seed 42 --debug.deterministic
-    """
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parent),
-        "RECORD": str(record),
-        "HF_HOME": str(folder / "hf"),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *command.split(), *flags],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout
-    return [json.loads(line) for line in record.read_text().splitlines()], done.stdout
+def launched(log: str) -> dict[str, int]:
+    """Launches of rank 0 by operator and backend."""
+    lines = [line.partition("[Launches] ")[2] for line in log.splitlines() if "[Launches] " in line]
+    return {name: int(count) for name, count in (line.split(": ") for line in lines if line != "none")}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_override_trains_the_same(tmp_path_factory, dtype):
-    folder = tmp_path_factory.mktemp("run")
-    stock, log = train(folder, dtype)
+def test_rope_trains_the_same_bit_for_bit(train, dtype):
+    flags = f"--training.steps {STEPS} --training.seq_len 128 --training.mixed_precision_param {dtype}".split()
+    stock, log = train("stock", "debug", *flags)
     assert "[Override]" not in log
     assert "[Launches] none" in log
-    ours, log = train(folder, dtype, "--override.imports", "trn_kernels.overrides")
+    ours, log = train("ours", "debug", *flags, "--override.imports", "trn_kernels.overrides")
     assert log.count("[Override] trn_kernels.overrides: model_spec.model.layers.") == LAYERS
-    for op in ("rope", "rope_backward"):
-        assert f"[Launches] {op} on emulator: {LAYERS * STEPS}\n" in log
-    assert " on reference: " not in log
+    assert launched(log) == dict.fromkeys(("rope on emulator", "rope_backward on emulator"), LAYERS * STEPS)
     assert len(stock) == STEPS
     assert ours == stock
     losses = [loss for loss, _, _ in ours]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
+
+
+def test_experts_train_like_stock(train):
+    """The recipe as it is; then with torchtitan's experts and the same RoPE. Both multiply in bfloat16."""
+    ours, log = train("ours", "moe_debug")
+    assert log.count(" CosSinRoPE.Config -> NKIRoPE.Config") == LAYERS
+    assert log.count(" GroupedExperts.Config -> NKIGroupedExperts.Config") == LAYERS
+    operators = ("grouped_experts", "grouped_experts_backward", "rope", "rope_backward")
+    assert launched(log) == {f"{operator} on emulator": LAYERS * STEPS for operator in operators}
+    stock, log = train("stock", "moe_debug", "--override.imports", "trn_kernels.overrides.nki_rope")
+    assert set(launched(log)) == {"rope on emulator", "rope_backward on emulator"}
+    assert len(ours) == len(stock) == STEPS
+    for step, (mine, theirs) in enumerate(zip(ours, stock, strict=True), 1):
+        assert mine[0] == pytest.approx(theirs[0], rel=1e-3), f"loss of step {step}"
+    assert ours[0][2] == pytest.approx(stock[0][2], rel=1e-3)
+    assert ours[-1][0] < ours[0][0]

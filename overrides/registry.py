@@ -1,0 +1,15 @@
+"""The overrides of torchtitan's modules. Importing this registers them; `trn_kernels.overrides` does when asked."""
+
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.rope import CosSinRoPE
+
+from trn_kernels.overrides.compat import register
+from trn_kernels.overrides.grouped_experts import NKIGroupedExperts, nki_grouped_experts
+from trn_kernels.overrides.rope import NKIRoPE, nki_rope
+
+__all__ = ["OVERRIDES", "NKIGroupedExperts", "NKIRoPE", "nki_grouped_experts", "nki_rope"]
+
+OVERRIDES = [(CosSinRoPE.Config, nki_rope), (GroupedExperts.Config, nki_grouped_experts)]
+"""(config class, factory) of each override. No class may contain another one in torchtitan's config tree."""
+
+register(OVERRIDES)
