@@ -57,6 +57,15 @@ def itemsize(dtype: str) -> int:
     return NUMPY[dtype].itemsize
 
 
+# NKI_PRECISE_FP=0 stores every float as fp32, which tells an algorithm from its rounding. Set by each launch.
+precise = True
+
+
+def stored(dtype: str) -> np.dtype:
+    """What the memory of the emulator holds for a dtype. Limits of the hardware count ``itemsize``."""
+    return NUMPY[dtype] if precise or dtype not in FLOATS else NUMPY["float32"]
+
+
 def is_float(dtype: str) -> bool:
     return dtype in FLOATS
 

@@ -84,7 +84,7 @@ class Core:
         if new:
             tensor.array()[...] = array
             tensor.storage.filled, tensor.storage.writable = True, False
-        elif not np.array_equal(dtypes.raw(tensor.array()), dtypes.raw(array)):
+        elif not np.array_equal(dtypes.raw(tensor.array()), dtypes.raw(array.astype(tensor.array().dtype))):
             raise NKIError("shared-constant", f"the cores give {tensor!r} different values")
         return tensor
 
@@ -287,6 +287,7 @@ class Simulation:
             raise NKIError("no-kernel", "nki.simulate inside a kernel")
         bound = inspect.signature(func).bind(*args, **kwargs)
         torch_like = False
+        dtypes.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         shape_only = recorders is not None and any(r.shape_only for r in recorders)
         launch = _Launch(
@@ -301,11 +302,12 @@ class Simulation:
             if isinstance(value, np.ndarray):
                 if not value.dtype.isnative:
                     raise NKIError("argument", f"{name}: an array in native byte order is needed")
-                contiguous = value if value.flags.c_contiguous else np.ascontiguousarray(value)
+                dtype = dtypes.name_of(value.dtype)
+                contiguous = np.ascontiguousarray(value, None if dtypes.precise else dtypes.stored(dtype))
                 if contiguous is not value:
                     contiguous.flags.writeable = value.flags.writeable
                     copies.append((value, contiguous))
-                bound.arguments[name] = from_array(contiguous, name)
+                bound.arguments[name] = from_array(contiguous, name, dtype)
                 launch.adopt(bound.arguments[name])
 
         results, counts = {}, {}
@@ -364,4 +366,4 @@ def _outputs(result, convert):
             f"{np.count_nonzero(unwritten)} of {unwritten.size} elements of the output {result!r} were never written, "
             f"the first is {first}{result.storage.from_where()}",
         )
-    return convert(np.ascontiguousarray(result.array()))
+    return convert(np.ascontiguousarray(result.array(), dtypes.NUMPY[result.dtype]))

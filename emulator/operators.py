@@ -104,6 +104,7 @@ _OPS = [
     Op("abs", lambda a, b: np.abs(a), unary=True, activation=np.abs),
     Op("rsqrt", lambda a, b: 1 / np.sqrt(a), unary=True, activation=lambda x: 1 / np.sqrt(x)),
     Op("reciprocal", lambda a, b: 1 / a, unary=True, activation=np.reciprocal),
+    Op("invert", lambda a, b: np.invert(a), kind="bitvec", unary=True),
     # Activation functions.
     Op("copy", activation=lambda x: x),
     Op("square", activation=np.square),
@@ -123,11 +124,16 @@ _OPS = [
     Op("softplus", activation=_softplus),
     Op("mish", activation=lambda x: x * np.tanh(_softplus(x))),
     Op("erf", activation=_erf),
+    Op("erf_dx", activation=lambda x: np.float32(2 / math.sqrt(math.pi)) * np.exp(-x * x)),
     Op("exp", activation=np.exp),
     Op("log", activation=np.log),
     Op("sin", activation=_sin),
     Op("arctan", activation=np.arctan),
     Op("sqrt", activation=np.sqrt),
     Op("sign", activation=np.sign),
+    # Names that NKI has and no instruction here takes.
+    Op("average"),
+    Op("bypass"),
+    Op("prelu"),
 ]
 OPS: dict[str, Op] = {op.name: op for op in _OPS}

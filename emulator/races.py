@@ -30,7 +30,7 @@ class Access:
     __slots__ = ("shape", "strides", "offset", "rows", "when", "count", "low", "high", "line")
 
     def __init__(self, t: Tensor, rows: np.ndarray | None, when: int):
-        size = dtypes.itemsize(t.dtype)
+        size = dtypes.stored(t.dtype).itemsize
         self.shape = (*t.shape, size)
         self.strides = (*(s * size for s in t.strides), 1)
         self.offset = t.offset * size
@@ -200,7 +200,7 @@ def _refuse(storage: Storage, writes: dict, writer: int, others: dict, what: str
                 return access.line
         return None
 
-    element = tuple(int(i) for i in np.unravel_index(at // dtypes.itemsize(storage.dtype), storage.shape))
+    element = tuple(int(i) for i in np.unravel_index(at // dtypes.stored(storage.dtype).itemsize, storage.shape))
     error = NKIError(
         "core-race",
         f"core {writer} writes {storage.name or 'a tensor'} {storage.shape} in shared HBM at {line(writes)} and core "

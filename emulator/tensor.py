@@ -63,7 +63,7 @@ class Storage:
         self.written = np.zeros(raw.size, np.uint8) if region is MemoryRegion.psum else None
         self.writable = writable
         self.filled: bool | np.ndarray = filled or raw.size == 0
-        self.unit = dtypes.itemsize(dtype)
+        self.unit = dtypes.stored(dtype).itemsize
         self.origin: str | None = None
         self.accesses = None
         self.loop: object | None = None
@@ -151,7 +151,7 @@ class Tensor:
 
     def window(self, shape, strides, offset) -> np.ndarray:
         """A NumPy view of the storage: shape, strides and offset in elements of this view's dtype."""
-        dtype = dtypes.NUMPY[self.dtype]
+        dtype = dtypes.stored(self.dtype)
         size = dtype.itemsize
         if prod(shape) == 0:
             return np.empty(shape, dtype)
@@ -163,7 +163,7 @@ class Tensor:
 
     def _per_byte(self, flags, shape, strides, offset) -> np.ndarray:
         """The part of flat per-byte flags that lies under a view, with one more dimension: the bytes."""
-        size = dtypes.itemsize(self.dtype)
+        size = dtypes.stored(self.dtype).itemsize
         if prod(shape) == 0:
             return np.empty((*shape, size), flags.dtype)
         return np.ndarray((*shape, size), flags.dtype, flags, offset * size, (*(s * size for s in strides), 1))
@@ -177,7 +177,7 @@ class Tensor:
         storage = self.storage
         if isinstance(storage.filled, bool):
             storage.filled = (np.ones if storage.filled else np.zeros)(storage.raw.size // storage.unit, bool)
-        size = dtypes.itemsize(self.dtype)
+        size = dtypes.stored(self.dtype).itemsize
         if size != storage.unit and storage.unit != 1:  # two dtypes on one storage: flags per byte from now on
             storage.filled, storage.unit = np.repeat(storage.filled, storage.unit), 1
         if size != storage.unit:
@@ -238,7 +238,7 @@ class Tensor:
         storage = self.storage
         if storage.filled is True:
             return
-        if self.size * dtypes.itemsize(self.dtype) == storage.raw.size and 0 not in self.strides:
+        if self.size * dtypes.stored(self.dtype).itemsize == storage.raw.size and 0 not in self.strides:
             storage.filled = True  # no pattern of a destination repeats an element, so this is all of it
         else:
             self.filled()[...] = True
@@ -374,6 +374,7 @@ class Tensor:
         """The bytes as another dtype; the last dimension counts that one's elements."""
         self._refuse_indirect("view")
         old, new = dtypes.itemsize(self.dtype), dtypes.itemsize(dtype := dtypes.name_of(dtype))
+        _same_bytes(self.dtype, dtype)
         if new == old:
             return Tensor(self.storage, dtype, self.shape, self.strides, self.offset)
         if self.strides[-1] != 1 and self.shape[-1] != 1:
@@ -550,6 +551,7 @@ class Tensor:
         base = self
         if dtype is not None and dtypes.name_of(dtype) != self.dtype:
             base = Tensor(self.storage, dtypes.name_of(dtype), self.shape, self.strides, self.offset)
+            _same_bytes(self.dtype, base.dtype)
             if base.offset:
                 raise NKIError("ap-offset", f"dtype= on a view that starts at element {self.offset}")
             if self.row * dtypes.itemsize(self.dtype) % dtypes.itemsize(base.dtype):
@@ -653,6 +655,12 @@ def _shape(shape) -> tuple[int, ...]:
     return shape
 
 
+def _same_bytes(old: str, new: str) -> None:
+    """Reinterpreting needs the bytes of the device."""
+    if not dtypes.precise and old != new and not all(dtypes.stored(d) == dtypes.NUMPY[d] for d in (old, new)):
+        raise NKIError("precise-fp", f"{old} as {new} with NKI_PRECISE_FP=0, which stores floats as fp32")
+
+
 def _check_index(index, what: str) -> None:
     if not isinstance(index, Tensor) or index.buffer is not MemoryRegion.sbuf:
         raise NKIError("index-operand", f"{what} is a tensor in SBUF, got {index!r}")
@@ -667,15 +675,18 @@ def allocate(shape, dtype, region: MemoryRegion, name: str = "", checked: bool =
     if region.on_chip:
         _check_on_chip(shape, dtype, region)
     count = prod(shape)
-    raw = np.empty(count * dtypes.itemsize(dtype), np.uint8)
+    raw = np.empty(count * dtypes.stored(dtype).itemsize, np.uint8)
     if not checked:
-        dtypes.poison(raw.view(dtypes.NUMPY[dtype]))
+        dtypes.poison(raw.view(dtypes.stored(dtype)))
     return Tensor(Storage(raw, region, dtype, shape, name, filled=not checked), dtype, shape, row_major(shape))
 
 
-def from_array(array: np.ndarray, name: str) -> Tensor:
-    """A kernel argument: an HBM tensor on the memory of ``array``, which must be contiguous."""
-    dtype = dtypes.name_of(array.dtype)
+def from_array(array: np.ndarray, name: str, dtype: str | None = None) -> Tensor:
+    """A kernel argument: an HBM tensor on the memory of ``array``, which must be contiguous.
+
+    dtype: the NKI dtype that the array holds, default its own.
+    """
+    dtype = dtypes.name_of(array.dtype) if dtype is None else dtype
     shape = array.shape or (1,)
     raw = array.reshape(-1).view(np.uint8)
     storage = Storage(raw, MemoryRegion.shared_hbm, dtype, shape, name, writable=array.flags.writeable, filled=True)

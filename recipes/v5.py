@@ -40,11 +40,11 @@ class TransformersQwen3(HFTransformerModel):
     @dataclass(kw_only=True, slots=True)
     class Config(HFTransformerModel.Config):
         nki_kernels: bool = field(init=False, default=True)
-        """Run RoPE in our kernel."""
+        """As in `V5Config`, which sets it."""
 
-        def __init__(self, model_config: TitanModelConfig, nki_kernels: bool = True):
+        def __init__(self, model_config: TitanModelConfig):
             HFTransformerModel.Config.__init__(self, model_config)
-            self.nki_kernels = nki_kernels
+            self.nki_kernels = True
 
         def _configure_hf_attention(self) -> None:
             AttentionInterface.register(_ATTENTION, _causal_sdpa)
@@ -59,6 +59,7 @@ class TransformersQwen3(HFTransformerModel):
                         "it shards over data only"
                     )
             HFTransformerModel.Config.update_from_config(self, config=config, **kwargs)
+            self.nki_kernels = config.nki_kernels
             folder = loaded_from(config)
             if folder is not None:
                 match_model_config(self, folder, config.training.seq_len)
@@ -178,7 +179,13 @@ def match_model_config(model, folder: str, seq_len: int) -> None:
         )
 
 
-def v5_qwen3_config(hf_model: str, hf_assets_path: str, *, nki_kernels: bool = True) -> TransformersBackendConfig:
+@dataclass(kw_only=True, slots=True)
+class V5Config(TransformersBackendConfig):
+    nki_kernels: bool = True
+    """Run RoPE in our kernel."""
+
+
+def v5_qwen3_config(hf_model: str, hf_assets_path: str, *, nki_kernels: bool = True) -> V5Config:
     """torchtitan's transformers_modeling_backend_full() around `TransformersQwen3`: 10 steps, sharded over all.
 
     Args:
@@ -186,11 +193,11 @@ def v5_qwen3_config(hf_model: str, hf_assets_path: str, *, nki_kernels: bool = T
         hf_assets_path: folder of the tokenizer and, for fine-tuning, of the weights.
         nki_kernels: run RoPE in our kernel.
     """
-    config = transformers_modeling_backend_full()
+    config = derive(transformers_modeling_backend_full(), V5Config, nki_kernels=nki_kernels)
     config.hf_model = hf_model
     config.hf_assets_path = hf_assets_path
     config.model_spec = model_registry("full")
-    config.model_spec.model = TransformersQwen3.Config(TitanModelConfig(), nki_kernels=nki_kernels)
+    config.model_spec.model = TransformersQwen3.Config(TitanModelConfig())
     config.model_spec.parallelize_fn = parallelize
     config.dataloader.dataset = "c4_test"
     config.training.steps = 10

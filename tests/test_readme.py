@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import patch
 
 import trn_kernels
 
@@ -29,6 +30,19 @@ def test_own_model():
     exec(block("y = grouped_experts"), scope)
     scope["y"].sum().backward()
     assert scope["w2"].grad.shape == (8, 256, 768)
+
+
+def test_transformers_alone(capsys):
+    exec(block("use_nki_kernels"), {})
+    assert "'model.layers.1.self_attn': 'trn_kernels::rope'" in capsys.readouterr().out
+
+
+def test_an_override_of_some_layers():
+    from torchtitan.config.override import _REGISTRY
+
+    with patch.dict(_REGISTRY):
+        exec(block("nki_experts_10_to_19"), {"__name__": "my_overrides"})
+        assert _REGISTRY["my_overrides.nki_experts_10_to_19"].fqns == ["*.layers.1[0-9].*"]
 
 
 def test_a_new_kernel(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import dtypes
 from ..cores import Meeting
 from ..errors import NKIError
 from ..machine import core
@@ -59,7 +60,7 @@ def _check_sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id, dma_engine=
     if not isinstance(dma_engine, DmaEngine):
         raise NKIError("engine", f"dma_engine is a nisa.dma_engine, not {dma_engine!r}")
     if dma_engine is DmaEngine.gpsimd_dma:
-        size = src.array().dtype.itemsize
+        size = dtypes.itemsize(src.dtype)
         if src.shape[0] % 16 or src.free_size * size > _GPSIMD_BYTES[size]:
             raise NKIError(
                 "sendrecv-size",

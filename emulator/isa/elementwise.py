@@ -79,7 +79,7 @@ def _check_memset(dst, value, engine=Engine.unknown, name=None):
 
 def _immediate(value, dtype: str):
     """``value`` as fp32, then as ``dtype``."""
-    stored = np.empty((), dtypes.NUMPY[dtype])
+    stored = np.empty((), dtypes.stored(dtype))
     with np.errstate(over="ignore"):
         dtypes.store(stored, np.float32(value))
     return stored

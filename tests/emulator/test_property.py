@@ -5,6 +5,8 @@ offset, ``.reshape``), known to the model as an array of element numbers. After 
 storage of dst must be what the model says, so that a stray write shows too.
 """
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -30,8 +32,14 @@ DTYPES = {
 # What an overflow of fp8 stores is not documented, so results are not stored as fp8.
 RESULTS = [name for name in DTYPES if not name.startswith("float8")]
 
+# 2,000 cases in CI, always the same; ``EMULATOR_FUZZ=100000 pytest tests/emulator/test_property.py`` draws others.
+CASES = int(os.environ.get("EMULATOR_FUZZ", "2000"))
+TESTS = 10
 common = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=CASES // TESTS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize="EMULATOR_FUZZ" not in os.environ,
 )
 
 
@@ -268,6 +276,150 @@ class TestElementwise:
             got = run(lambda d: nisa.memset(d, number), dst, start)
             wanted = _stored(store, np.full(x.size, number, np.float64), dtype)
         check(got, dst, start, wanted)
+
+
+COMPARISONS = ("equal", "greater", "greater_equal", "less", "less_equal")
+LOWEST = float(np.finfo(np.float32).min)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+class TestSelections:
+    @common
+    @given(st.data())
+    def test_by_a_predicate(self, load, store, data):
+        draw = data.draw
+        rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+        partitions, counts = shapes(draw)
+        copy, reverse = draw(st.booleans()), draw(st.booleans())
+        masks = ["uint8", "uint16", "uint32"] if copy else ["int8", "uint8", "int16", "uint16"]
+        mask, mask_values, m = operand_values(draw, rng, partitions, counts, masks)
+        mask_values = (mask_values % 3).astype(mask_values.dtype)
+        m = mask_values.reshape(-1)[mask.addresses].reshape(-1)
+        dtype = draw(st.sampled_from(RESULTS))
+        names = [dtype] if copy else [name for name in DTYPES if name not in ("int32", "uint32")]
+        a, a_values, x = operand_values(draw, rng, partitions, counts, names)
+        dst = draw(on_chip(partitions, counts, written=True))
+        start = fill(rng, dst.shape, dtype)
+        number = draw(st.floats(-100, 100, width=32))
+        psum = draw(st.sampled_from([(), (nl.psum,), (nl.sbuf, nl.psum), (nl.sbuf, nl.sbuf, nl.psum)]))
+
+        def body(d, s, p):
+            if copy:
+                nisa.tensor_copy_predicated(d, s, p, reverse)
+            else:
+                nisa.select_reduce(d, p, s, number, reverse_pred=reverse)
+
+        got = run(body, dst, start, (a, a_values), (mask, mask_values), psum=psum)
+        chosen = (m != 0) != reverse
+        if copy:
+            wanted = start.reshape(-1)[dst.addresses].reshape(-1).copy()
+            wanted[chosen] = x[chosen]
+        else:
+            wanted = _stored(store, np.where(chosen, load(x), number), dtype)
+        check(got, dst, start, wanted)
+
+    @common
+    @given(st.data())
+    def test_by_position(self, load, store, data):
+        draw = data.draw
+        rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+        partitions, counts = shapes(draw)
+        size = int(np.prod(counts))
+        affine = draw(st.booleans())
+        floats = [name for name in DTYPES if "float" in name]
+        a, a_values, x = operand_values(draw, rng, partitions, counts, tuple(DTYPES) if affine else floats)
+        low, low_values, y = operand_values(draw, rng, partitions, [1], ("float32",))
+        dst, dtype = draw(on_chip(partitions, counts, written=True)), draw(st.sampled_from(RESULTS))
+        start = fill(rng, dst.shape, dtype)
+        op, other = (draw(st.sampled_from(COMPARISONS)) for _ in range(2))
+        steps = [draw(st.integers(-5, 5)) for _ in counts]
+        offset, multiplier, number = (
+            draw(st.integers(-9, 9)),
+            draw(st.integers(-3, 3)),
+            draw(st.floats(-9, 9, width=32)),
+        )
+
+        def body(d, s, bound):
+            if affine:
+                pattern = [[step, n] for step, n in zip(steps, counts, strict=True)]
+                nisa.affine_select(d, pattern, multiplier, s, number, getattr(nl, op), offset)
+            else:
+                nisa.range_select(d, s, getattr(nl, op), getattr(nl, other), bound, bound, range_start=offset)
+
+        got = run(body, dst, start, (a, a_values), (low, low_values))
+        if affine:
+            grid = np.indices((partitions, *counts))
+            value = offset + multiplier * grid[0] + sum(s * g for s, g in zip(steps, grid[1:], strict=True))
+            chosen, fallback = getattr(np, op)(value, 0).reshape(-1), number
+            kept = x if x.dtype == start.dtype else _stored(store, load(x), dtype)
+            wanted = np.where(chosen, kept, _stored(store, np.full(x.size, fallback), dtype))
+        else:
+            index, bound = np.tile(offset + np.arange(size), partitions), np.repeat(y.astype(np.float64), size)
+            chosen = getattr(np, op)(index, bound) & getattr(np, other)(index, bound)
+            wanted = _stored(store, np.where(chosen, load(x), LOWEST), dtype)
+        check(got, dst, start, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@common
+@given(st.data())
+def test_reductions(load, store, data):
+    draw = data.draw
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    partitions, counts = shapes(draw)
+    a, a_values, x = operand_values(draw, rng, partitions, counts)
+    dst, dtype = (
+        draw(on_chip(partitions, [1], written=True)),
+        draw(st.sampled_from([n for n in RESULTS if "int" not in n])),
+    )
+    start = fill(rng, dst.shape, dtype)
+    name, number = draw(st.sampled_from(["maximum", "minimum"])), draw(st.floats(-9, 9, width=32))
+    scalar = draw(st.booleans())
+
+    def body(d, s):
+        if scalar:
+            sink = nl.ndarray((partitions, int(np.prod(counts))), nl.float32)
+            nisa.tensor_scalar_reduce(sink, s, nl.multiply, number, getattr(nl, name), d)
+        else:
+            nisa.tensor_reduce(d, getattr(nl, name), s, axis=tuple(range(1, s.ndim)))
+
+    got = run(body, dst, start, (a, a_values))
+    rows = load(load(x) * number if scalar else x).reshape(partitions, -1)
+    check(got, dst, start, _stored(store, getattr(np, name).reduce(rows, axis=1), dtype))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@common
+@given(st.data())
+def test_dma_transpose_and_compute(load, store, data):
+    draw = data.draw
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    transpose = draw(st.booleans())
+    rows, columns = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 5, 32, 33, 64]))
+    dst = draw(on_chip(columns, [rows], written=True))
+    if transpose:
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "int32", "uint16"]))
+        start = fill(rng, dst.shape, dtype)
+        src = draw(on_hbm(rows * columns))
+        values = fill(rng, src.shape, dtype)
+        matrix = src.addresses.reshape(rows, columns)  # only row-major views have two dimensions to give
+        view = lambda t: src.view(t)  # noqa: E731
+        if src.addresses.shape != (rows, columns):
+            offset = draw(st.integers(0, 3))
+            matrix = offset + np.arange(rows)[:, None] * (columns + 1) + np.arange(columns)
+            values = fill(rng, (int(matrix.max()) + 2,), dtype)
+            view = lambda t: t.ap([[columns + 1, rows], [1, columns]], offset=offset)  # noqa: E731
+        operand = Operand(values.shape, view, matrix, "")
+        shaped = Operand(dst.shape, lambda t: dst.view(t), dst.addresses, "")
+        got = run(nisa.dma_transpose, shaped, start, (operand, values), psum=(nl.sbuf, nl.hbm))
+        check(got, dst, start, np.ascontiguousarray(values.reshape(-1)[matrix].T))
+        return
+    dtype = draw(st.sampled_from(RESULTS))
+    start = fill(rng, dst.shape, dtype)
+    sources = [operand_values(draw, rng, columns, [rows]) for _ in range(2)]
+    body = lambda d, s, t: nisa.dma_compute(d, [s, t], nl.add)  # noqa: E731
+    got = run(body, dst, start, *[(operand, values) for operand, values, _ in sources])
+    check(got, dst, start, _stored(store, load(sources[0][2]) + load(sources[1][2]), dtype))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trn_kernels import emulator
+from trn_kernels.emulator import rules
 
 emulator.install()
 
@@ -1360,7 +1361,6 @@ def multiplied(rows=slice(0, 8)):
     nisa.nc_matmul(ps(4, 4), tile, filled(1.0, 8, 4))
 
 
-case("fresh tile read", "never-written", lambda: summed_up(slice(0, 0)), summed_up, "nothing has written it")
 pair("part of a tile read", "never-written", summed_up, slice(0, 3), slice(0, 4), "2 of 8", "(0, 3)")
 pair(
     "unwritten part carried on", "never-written", computed_on, slice(0, 3), slice(0, 2), "2 of 6", "unwritten elements"
@@ -1432,6 +1432,15 @@ def _equal():
 
 def _outside():
     return nl.ndarray((2, 2), nl.float32)
+
+
+def _imprecise(body):
+    os.environ["NKI_PRECISE_FP"] = "0"
+    try:
+        run(lambda: [body()].clear())
+    finally:
+        os.environ.pop("NKI_PRECISE_FP")
+        run(_equal)
 
 
 def _with_target(name):
@@ -1580,6 +1589,11 @@ LAUNCHES = {
         lambda: run(_race(HALVES, read=HALVES[::-1]), lnc=2),
         lambda: run(_race(HALVES, read=HALVES[::-1], barrier=True), lnc=2),
     ),
+    "bytes of floats stored as fp32": (
+        "precise-fp",
+        lambda: _imprecise(lambda: sb(2, 4, dtype=nl.bfloat16).view(nl.int16)),
+        lambda: _imprecise(lambda: sb(2, 4, dtype=nl.float32).view(nl.int16)),
+    ),
     "unknown target": ("target", lambda: _with_target("trn9"), lambda: _with_target("trn2")),
 }
 
@@ -1615,6 +1629,13 @@ def test_every_rule_has_a_negative_test():
     }
     assert in_tables <= rules and elsewhere <= rules
     assert rules <= in_tables | elsewhere, f"no negative test: {sorted(rules - in_tables - elsewhere)}"
+
+
+def test_the_table_in_the_docs_is_the_one_of_the_source():
+    file = Path(emulator.__file__).parents[1] / "docs" / "emulator-rules.md"
+    assert set(rules.messages()) == set(rules.RULES), "emulator/rules.py says nothing of a rule, or too much"
+    assert len(rules.RULES) >= 60
+    assert file.read_text() == rules.table(), "python -m trn_kernels.emulator rules > docs/emulator-rules.md"
 
 
 def test_the_error_names_line_instruction_value_limit_and_rule():

@@ -563,3 +563,34 @@ def test_names_that_kernels_import():
         collectives.all_reduce([], [], None, nl.add)
     with pytest.raises(AttributeError):
         nl.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("dtype", [bfloat16, np.float16, ml_dtypes.float8_e4m3])
+def test_full_precision_keeps_fp32_between_instructions(monkeypatch, rng, dtype):
+    def kernel(x):
+        tile, out = nl.ndarray(x.shape, x.dtype), nl.ndarray(x.shape, nl.float32, nl.shared_hbm)
+        nisa.dma_copy(tile, x)
+        nisa.tensor_scalar(tile, tile, nl.multiply, 1 / 3)
+        nisa.tensor_scalar(tile, tile, nl.multiply, 3.0)
+        nisa.dma_copy(out, tile)
+        nisa.dma_copy(x, tile)
+        same_kind = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+        nisa.dma_copy(same_kind, tile)
+        return out, same_kind
+
+    x = normal(rng, 4, 32, dtype=dtype)
+    before = x.copy()
+    rounded, _ = nki.simulate(kernel)(x.copy())
+    monkeypatch.setenv("NKI_PRECISE_FP", "0")
+    exact, narrow = nki.simulate(kernel)(x)
+    close(exact, before.astype(np.float64))
+    assert np.abs(rounded - exact).max() > 1e-4
+    assert narrow.dtype == dtype and np.array_equal(narrow, before) and np.array_equal(x, before)
+
+
+def test_invert_and_erf_dx(execute, rng):
+    bits = rng.integers(0, 255, (3, 4)).astype(np.uint8)
+    same(execute(lambda d, s: nisa.tensor_scalar(d, s, nl.invert, 0), bits, out=((3, 4), np.uint8)), ~bits)
+    x = normal(rng, 3, 4)
+    got = execute(lambda d, s: nisa.activation(d, nl.erf_dx, s), x, out=((3, 4), np.float32))
+    close(got, 2 / np.sqrt(np.pi) * np.exp(-(x.astype(np.float64) ** 2)))

@@ -289,6 +289,26 @@ def test_one_graph_for_every_routing(backend):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_a_number_of_rows_that_depends_on_data():
+    """What expert parallelism hands to a compiled block."""
+
+    def block(x, counts, *weights):
+        num_rows = counts.sum().item()
+        torch._check(num_rows >= 0)
+        return grouped_experts(x[torch.arange(num_rows) % len(x)], *weights, counts)
+
+    torch._dynamo.reset()
+    x, *weights, _ = make([5, 4], 16, 8)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+        for counts in (torch.tensor([3, 2]), torch.tensor([9, 0]), torch.tensor([0, 0])):
+            leaves = [[t.clone().requires_grad_() for t in (x, *weights)] for _ in range(2)]
+            for function, (first, *others) in zip((compiled, block), leaves, strict=True):
+                function(first, counts, *others).sum().backward()
+            for a, b in zip(*leaves, strict=True):
+                assert torch.equal(a.grad, b.grad)
+
+
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_activation_checkpointing_gives_the_same_gradients(kind):
     def save_ours(ctx, op, *args, **kwargs):

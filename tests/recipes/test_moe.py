@@ -115,7 +115,8 @@ def test_layouts_and_checkpoints(recorded, train, tmp_path):
         "one_process": "--training.local_batch_size 4 --checkpoint.last_save_in_hf",
         "sharded": "--checkpoint.last_save_in_hf",
         # Of torchtitan's backends only this one exchanges unequal numbers of rows through gloo.
-        "expert_parallel": "--parallelism.expert_parallel_degree 2 --parallelism.spmd_backend partial_dtensor",
+        "expert_parallel": "--parallelism.expert_parallel_degree 2 --parallelism.spmd_backend partial_dtensor"
+        " --compile.enable --compile.backend aot_eager",
         "tensor_parallel": "--training.local_batch_size 4 --parallelism.tensor_parallel_degree 2",
     }
     steps = {}

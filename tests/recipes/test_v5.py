@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.transformers_modeling_backend.model import HFTransformerModel
+from torchtitan.experiments.transformers_modeling_backend.trainer import HFTransformerTrainer
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trn_kernels.recipes import cpu, qwen3, v5
@@ -49,8 +51,17 @@ def test_4b_has_the_published_settings(folder):
     assert config.checkpoint.export_dtype == "bfloat16"
     assert not config.checkpoint.enable
     assert type(config.model_spec.model) is v5.TransformersQwen3.Config
-    assert config.model_spec.model.nki_kernels
-    assert not qwen3.v5_qwen3_4b(nki_kernels=False).model_spec.model.nki_kernels
+    assert config.nki_kernels
+    assert not qwen3.v5_qwen3_4b(nki_kernels=False).nki_kernels
+
+
+@pytest.mark.parametrize(("flags", "expected"), [([], True), (["--no-nki_kernels"], False)])
+def test_kernels_are_a_flag(assets, flags, expected):
+    arguments = ["--module", "trn_kernels.recipes.qwen3", "--config", "v5_qwen3_4b", "--hf_model", str(assets)]
+    config = ConfigManager().parse_args([*arguments, *flags])
+    config.model_spec.model.update_from_config(config=config)
+    assert config.model_spec.model.nki_kernels is expected
+    assert config._owner is HFTransformerTrainer
 
 
 @pytest.mark.parametrize("name", ["v5_qwen3_4b_finetune", "native_qwen3_4b_finetune"])
