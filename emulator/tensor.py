@@ -91,7 +91,7 @@ class Indirect:
 class Tensor:
     """A view. ``shape``, ``strides`` and ``offset`` count elements of ``dtype``."""
 
-    __slots__ = ("storage", "dtype", "shape", "strides", "offset", "indirect", "_array")
+    __slots__ = ("storage", "dtype", "shape", "strides", "offset", "indirect", "outside", "_array")
     # Without this Python would iterate by indexing; NKI has no loop over the elements of a tensor.
     __iter__ = None
 
@@ -102,6 +102,8 @@ class Tensor:
         self.strides: tuple[int, ...] = strides
         self.offset: int = offset
         self.indirect: Indirect | None = indirect
+        # Why an instruction may not use this view; kernels may make one that they do not use.
+        self.outside: str | None = None
         self._array: np.ndarray | None = None
 
     # -- attributes ----------------------------------------------------------------------------------
@@ -616,16 +618,22 @@ class Tensor:
                     f"partition step {self.strides[0]} of {self!r}: it must be {row}, the elements per partition",
                 )
             if self.offset % row + free >= row:
-                raise NKIError(
-                    "ap",
-                    f"elements {self.offset % row} to {self.offset % row + free} of a partition of {row} elements",
+                self.outside = (
+                    f"elements {self.offset % row} to {self.offset % row + free} of a partition of {row} elements"
                 )
+                return
         moved = self.indirect is not None and self.indirect.per_partition
         last = self.offset + free + (0 if moved else self.strides[0] * (self.shape[0] - 1))
         if last >= size:
-            raise NKIError("ap", f"element {last} is outside {self.storage.name or 'the tensor'} of {size} elements")
+            self.outside = f"element {last} is outside {self.storage.name or 'the tensor'} of {size} elements"
+
+    def check_inside(self) -> None:
+        """Refuse to use a view that leaves its tensor."""
+        if self.outside is not None:
+            raise NKIError("ap", self.outside)
 
     def _refuse_indirect(self, what: str) -> None:
+        self.check_inside()
         if self.indirect is not None:
             raise NKIError("indirect", f"{what} of a view with a run-time address")
 
@@ -664,6 +672,7 @@ def _same_bytes(old: str, new: str) -> None:
 def _check_index(index, what: str) -> None:
     if not isinstance(index, Tensor) or index.buffer is not MemoryRegion.sbuf:
         raise NKIError("index-operand", f"{what} is a tensor in SBUF, got {index!r}")
+    index.check_inside()
     if index.dtype not in ("int32", "uint32"):
         raise NKIError("index-operand", f"{what} is int32 or uint32, got {index.dtype}")
 

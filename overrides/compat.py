@@ -53,7 +53,10 @@ def _bundle(overrides: list[Override]) -> Callable:
     """
     factories = dict(overrides)
 
-    def bundle(cfg: Configurable.Config) -> Configurable.Config:
+    def bundle(cfg: Configurable.Config, **keywords) -> Configurable.Config:
+        if keywords:
+            names = ", ".join(f"{_PACKAGE}.{factory.__name__}" for factory in factories.values())
+            raise ValueError(f"{_PACKAGE} takes no keywords, got {keywords}; give them to one of {names}")
         return factories[type(cfg)](cfg)
 
     bundle.__module__, _, bundle.__name__ = _PACKAGE.rpartition(".")

@@ -67,6 +67,8 @@ def debug_model(
 def _made_once(folder: Path, write) -> Path:
     """`write(draft)` into a folder aside, and move it to `folder`, unless that is there."""
     if folder.exists():
+        if not (folder / "tokenizer.json").exists():
+            raise ValueError(f"{folder} is there but has no tokenizer.json; remove it to have the debug assets made")
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

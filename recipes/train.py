@@ -43,7 +43,8 @@ def main() -> None:
     try:
         torchtitan.train.main()
     finally:
-        if os.environ.get("RANK", "0") == "0":
+        asked_for_help = isinstance(sys.exc_info()[1], SystemExit)
+        if os.environ.get("RANK", "0") == "0" and not asked_for_help:
             _log_launches()
 
 

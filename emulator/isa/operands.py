@@ -21,6 +21,7 @@ PSUM = MemoryRegion.psum
 def tensor(value, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise NKIError("operand", f"{what} is a tensor, not {type(value).__name__}")
+    value.check_inside()
     return value
 
 

@@ -405,6 +405,7 @@ ACTIVATIONS = {
     "softplus": lambda x: np.log(1 + np.exp(x)),
     "mish": lambda x: x * np.tanh(np.log(1 + np.exp(x))),
     "erf": _erf,
+    "erf_dx": lambda x: 2 / math.sqrt(math.pi) * np.exp(-(x**2)),
     "exp": np.exp,
     "log": lambda x: np.log(np.abs(x)),
     "sin": np.sin,

@@ -105,8 +105,18 @@ case(
     "not contiguous",
 )
 pair("partition step of a pattern", "ap", lambda s: sb(4, 8).ap([[s, 4], [1, 8]]), 4, 8, "step 4", "8")
-pair("pattern leaves a partition", "ap", lambda n: sb(4, 8).ap([[8, 4], [1, n]]), 9, 8, "0 to 8", "of 8")
-pair("pattern leaves the tensor", "ap", lambda n: hbm(4, 8).ap([[8, n], [1, 8]]), 5, 4, "element 39", "32")
+pair(
+    "pattern leaves a partition", "ap", lambda n: nisa.memset(sb(4, 8).ap([[8, 4], [1, n]]), 0), 9, 8, "0 to 8", "of 8"
+)
+pair(
+    "pattern leaves the tensor",
+    "ap",
+    lambda n: nisa.dma_copy(sb(4, 8), hbm(4, 8).ap([[8, n], [1, 8]])),
+    5,
+    4,
+    "element 39",
+    "32",
+)
 pair("negative stride", "ap", lambda s: hbm(8).ap([[s, 8]], offset=0), -1, 1, ">= 0")
 pair("offset of a view", "ap-offset", lambda o: hbm(8)[2:].ap([[1, 2]], offset=o), 2, None, "starts at 2")
 pair(

@@ -203,6 +203,12 @@ def test_unknown_kernel_is_refused():
         nki_rope(CosSinRoPE.Config(dim=64, max_seq_len=8), kernel="roap")
 
 
+def test_keywords_of_the_whole_package_are_refused():
+    imports = OverrideConfig(imports=[("trn_kernels.overrides", {"kernel": "rope_hf"})])
+    with pytest.raises(ValueError, match=r"takes no keywords, got \{'kernel': 'rope_hf'\}; .*overrides.nki_rope"):
+        apply_overrides(imports, qwen3_debugmodel())
+
+
 def test_bundle_serves_several_targets(monkeypatch):
     """Another override joins by one more (target, factory) pair."""
     from torchtitan.models.common.nn_modules import RMSNorm

@@ -67,3 +67,9 @@ def test_made_by_several_processes_at_once(assets, tmp_path):
     assert [path.name for path in (tmp_path / "assets").iterdir()] == ["debug"]
     for file in FILES:
         assert (tmp_path / "assets" / "debug" / file).read_bytes() == (assets / file).read_bytes()
+
+
+def test_an_incomplete_folder_is_refused(tmp_path):
+    (tmp_path / "debug").mkdir()
+    with pytest.raises(ValueError, match=r"debug is there but has no tokenizer.json; remove it"):
+        debug_assets(tmp_path / "debug")
