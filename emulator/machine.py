@@ -357,6 +357,7 @@ def _outputs(result, convert):
         return tuple(_outputs(item, convert) for item in result)
     if not isinstance(result, Tensor):
         raise NKIError("output", f"a kernel returns tensors, not {type(result).__name__}")
+    result.check_inside()
     if result.buffer is not MemoryRegion.shared_hbm:
         raise NKIError("output", f"{result!r}: kernel outputs live in nl.shared_hbm")
     if (unwritten := result.unwritten()) is not None:

@@ -34,20 +34,24 @@ def _destination(dst: Tensor) -> None:
         raise NKIError("dst-overlap", f"dst writes one element several times: strides {dst.strides} of {dst.shape}")
 
 
-def _mode(oob_mode, dge_mode=DgeMode.unknown, priority=None) -> None:
+def _mode(oob_mode, dge_mode=DgeMode.unknown, priority=None) -> DgeMode:
+    # The release notes of 0.3 refuse the numbers of enumerations, but nki-library passes these to the compiler.
+    if isinstance(dge_mode, int) and not isinstance(dge_mode, bool) and 0 <= dge_mode <= 3:
+        dge_mode = DgeMode(dge_mode)
     if not isinstance(dge_mode, DgeMode):
         raise NKIError("dge-mode", f"dge_mode is a nisa.dge_mode, not {dge_mode!r}")
     if not isinstance(oob_mode, OobMode):
         raise NKIError("oob-mode", f"oob_mode is nisa.oob_mode.error or skip, not {oob_mode!r}")
     if priority is not None:
         raise NKIError("target", f"priority={priority!r}: trn3 has DMA priorities, {core().target.name} has not")
+    return dge_mode
 
 
 def _check_dma_copy(
     dst, src, oob_mode=OobMode.error, dge_mode=DgeMode.unknown, engine=Engine.unknown, name=None, priority=None
 ):
     _in_dma_reach(dst, "dst"), _in_dma_reach(src, "src")
-    _mode(oob_mode, dge_mode, priority)
+    dge_mode = _mode(oob_mode, dge_mode, priority)
     if dst.size != src.size:
         raise NKIError("elements-differ", f"src has {src.size} elements {src.shape}, dst has {dst.size} {dst.shape}")
     _destination(dst)
@@ -231,7 +235,7 @@ def _check_dma_transpose(
     operands.tensor(src, "src")
     if src.buffer is MemoryRegion.psum:
         raise NKIError("buffer", "src is in PSUM, which a DMA does not reach")
-    _mode(oob_mode, dge_mode, priority)
+    dge_mode = _mode(oob_mode, dge_mode, priority)
     legal = _AXES.get(src.ndim)
     if legal is None or (axes is not None and tuple(axes) != legal):
         raise NKIError("transpose-axes", f"axes {axes} of {src.shape}: one of {', '.join(map(str, _AXES.values()))}")

@@ -27,10 +27,10 @@ class oob_mode(enum.Enum):
 class dge_mode(enum.Enum):
     """Who builds DMA descriptors: nobody (static), GpSimd (the only one that gathers), the DGE hardware."""
 
-    unknown = "unknown"
-    none = "none"
-    swdge = "swdge"
-    hwdge = "hwdge"
+    unknown = 0
+    swdge = 1
+    hwdge = 2
+    none = 3
 
 
 class reduce_cmd(enum.Enum):
