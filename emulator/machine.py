@@ -325,7 +325,10 @@ class Simulation:
         with _one_blas_thread():
             if cores == 2:
                 launch.turns = Turns(_core_order or (0, 1), run, launch.met)
-                launch.turns.run()
+                try:
+                    launch.turns.run()
+                finally:
+                    launch.turns = None  # a cycle through `run` would keep every tensor of the launch
             else:
                 run(0)
         for original, contiguous in copies:

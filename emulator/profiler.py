@@ -239,12 +239,12 @@ class Recorder:
         at = len(self.report.events)
         read, written = [], []
         for t in tensors:
-            key = t.storage.slot
+            key = _buffer(t)
             # Parts of a tensor in HBM that are written are never told apart: each write is its own view.
             view = (t.offset, t.shape, t.strides) if t.buffer.on_chip else at
             (written if t is dst else read).append((key, view))
             if t.indirect is not None and isinstance(t.indirect.index, Tensor):
-                read.append((t.indirect.index.storage.slot, None))
+                read.append((_buffer(t.indirect.index), None))
             if t.buffer.on_chip:
                 self._live(key, t, at, t is dst)
         self.report.events.append(Event(name, model.cost_of(name)(*args, **kwargs), tuple(read), tuple(written)))
@@ -287,6 +287,10 @@ class Recorder:
             self.report.live[region] = [
                 label for key, _, label in buffers if any(a <= peak_at <= b for a, b in self._life[key][0])
             ]
+
+
+def _buffer(t: Tensor) -> object:
+    return t.storage if t.storage.slot is None else t.storage.slot
 
 
 class _Epoch:

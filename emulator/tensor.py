@@ -45,7 +45,8 @@ class Storage:
         origin: where what nothing wrote came from, if ``filled`` is not True because of a copy or a computation.
         accesses: what the cores did to it since the last meeting (see ``races``); None where one core runs.
         loop: the device loop whose body allocated it (see ``machine.Core.innermost_loop``); None for arguments.
-        slot: the buffer; the iterations of a device loop allocate the same ones.
+        slot: the buffer in the body of a device loop, whose iterations allocate the same ones; None elsewhere. (Not
+            the storage itself: a cycle would keep it until Python's collector runs, which trainers turn off.)
     """
 
     __slots__ = (
@@ -67,7 +68,7 @@ class Storage:
         self.origin: str | None = None
         self.accesses = None
         self.loop: object | None = None
-        self.slot: object = self
+        self.slot: object | None = None
 
     def from_where(self) -> str:
         return f"; it holds what {self.origin} made of unwritten elements" if self.origin else ""

@@ -1,5 +1,6 @@
 """Launches: cores, memories, poison, failed calls, threads, kernels in kernels."""
 
+import gc
 import threading
 
 import numpy as np
@@ -323,3 +324,34 @@ def test_ranges_are_python_ranges():
 
 def test_hbm_is_private_hbm():
     assert nl.hbm is nl.private_hbm and len({nl.sbuf, nl.psum, nl.hbm, nl.shared_hbm}) == 4
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_a_launch_leaves_no_cycles(lnc):
+    """Trainers turn Python's collector off, so memory must go with the last reference."""
+
+    @nki.jit
+    def kernel(x):
+        out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+
+        def body(i):
+            tile = nl.ndarray(x.shape, x.dtype)
+            nisa.dma_copy(tile, x)
+            if nl.program_id(0) == 0:
+                nisa.dma_copy(out, tile)
+
+        nl.fori_loop(0, 2, body)
+        return out
+
+    def storages():
+        return sum(isinstance(o, emulator.tensor.Storage) for o in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = storages()
+        for _ in range(3):
+            nki.simulate(kernel[lnc])(np.ones((4, 4), np.float32))
+        assert storages() == before
+    finally:
+        gc.enable()
