@@ -413,7 +413,8 @@ def _zero_rows_of_no_expert(results, rows, slots):
     """Zeros for the rows after the last expert's, which no slot covers."""
     info = _slot(slots, None, slots.shape[1] - 1)
     first, last = _register(info, FIRST), _register(info, END)
-    zeros = nl.ndarray((P, max(result.shape[1] for result in results)), dtype=results[0].dtype, buffer=nl.sbuf)
+    widest = max([result.shape[1] for result in results])
+    zeros = nl.ndarray((P, widest), dtype=results[0].dtype, buffer=nl.sbuf)
     nisa.memset(dst=zeros, value=0.0)
 
     def body(at):

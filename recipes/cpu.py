@@ -5,6 +5,7 @@ building. With an accelerator (cuda, xpu or a PrivateUse1 backend such as neuron
 `stub_triton` has an effect, and only where Triton is not installed.
 """
 
+import atexit
 import importlib.util
 import os
 import resource
@@ -53,6 +54,19 @@ def prepare_config(config) -> None:
     if accelerator() is None:
         _shard_plain_parameters(config)
         _sum_gradients(config)
+
+
+def leave() -> None:
+    """End a process that has done its work, where there is no accelerator.
+
+    Native threads of torch that are left over then abort the interpreter's shutdown, once in some hundred runs
+    ("terminate called without an active exception"), and torchrun takes the whole training for failed.
+    """
+    if accelerator() is None:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _use_cpu_device() -> None:

@@ -62,3 +62,6 @@ def _log_launches() -> None:
 
 if __name__ == "__main__":
     main()
+    from trn_kernels.recipes import cpu
+
+    cpu.leave()
