@@ -26,7 +26,6 @@ from .machine import simulate
 from .tensor import MemoryRegion, Tensor
 
 ENGINES = ("dma", "tensor", "vector", "scalar", "gpsimd")
-_BANK = 2048
 DMA_LATENCY_NS = 2000.0
 """From the trigger of a DMA to the first use of its data, beyond the time that its bytes take (NKI performance
 guide: about 1.3 us from semaphore to start, 0.6 us for a descriptor)."""
@@ -255,7 +254,8 @@ class Recorder:
         if key not in self._buffers:
             size = prod(t.storage.shape[1:]) * dtypes.itemsize(t.storage.dtype)
             if t.buffer is MemoryRegion.psum:  # a matmul has a bank for itself
-                size = -(-size // _BANK) * _BANK
+                bank = arch.target().psum_bank_bytes
+                size = -(-size // bank) * bank
             label = f"{t.storage.name or 'unnamed'} {t.storage.shape} {t.storage.dtype}: {size} B"
             self._buffers[key] = size, t.buffer.value, label
         spans, was_read = self._life[key]
