@@ -151,10 +151,20 @@ tile_size = _TileSize()
 
 
 def ndarray(shape, dtype, buffer=MemoryRegion.sbuf, name="", address=None) -> Tensor:
-    """An uninitialised tensor in ``buffer`` (default SBUF). ``address`` is accepted and has no effect here."""
+    """An uninitialised tensor in ``buffer`` (default SBUF).
+
+    ``address`` is (start partition, byte in the partition) on the chip. Here every tensor has a memory of its own; of
+    two whose addresses share bytes, only one may hold a value at a time.
+    """
     if not isinstance(buffer, MemoryRegion):
         raise NKIError("buffer", f"buffer is nl.sbuf, nl.psum, nl.hbm or nl.shared_hbm, not {buffer!r}")
-    return core().ndarray(shape, dtype, buffer, name)
+    return core().ndarray(shape, dtype, buffer, name, None if address is None else _address(address, buffer))
+
+
+def _address(address, buffer: MemoryRegion) -> tuple[int, int]:
+    if not buffer.on_chip or not isinstance(address, (tuple, list)) or len(address) != 2:
+        raise NKIError("address", f"address={address!r} of {buffer.value}: it is (partition, byte) in sbuf or psum")
+    return integer(address[0], "the partition of an address"), integer(address[1], "the byte of an address")
 
 
 def ds(start, size) -> slice:

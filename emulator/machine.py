@@ -20,7 +20,8 @@ import threadpoolctl
 
 from . import arch, dtypes, interop, races
 from .cores import Meeting, Turns
-from .errors import NKIError
+from .errors import NKIError, kernel_location
+from .lifetimes import Lifetimes
 from .tensor import MemoryRegion, Storage, Tensor, allocate, from_array, integer
 
 if TYPE_CHECKING:
@@ -52,16 +53,22 @@ class Core:
         self.unwritten: np.ndarray | None = None
         self.accumulators: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.loops_count = 0
-        self._loops: list[_Loop] = [_Loop(None)]
+        self._loops: list[_Loop] = [_Loop(())]
+        self.lifetimes = Lifetimes()
         self.recorder: Recorder | None = None
 
-    def ndarray(self, shape, dtype, region: MemoryRegion, name: str) -> Tensor:
+    def issue(self, name: str, reads, writes, args, kwargs) -> bool:
+        """Note an instruction that passed its checks; False where its semantics need not run."""
+        self.lifetimes.issue(reads, writes)
+        return self.recorder is None or self.recorder.issue(name, reads, writes, args, kwargs)
+
+    def ndarray(self, shape, dtype, region: MemoryRegion, name: str, address: tuple[int, int] | None = None) -> Tensor:
         """Allocate. The n-th ``shared_hbm`` tensor of every core is one tensor."""
         if region is not MemoryRegion.shared_hbm:
             tensor = allocate(shape, dtype, region, name, self._launch.check_unwritten)
-            tensor.storage.loop = self.innermost_loop
-            if self.innermost_loop.path is not None:
-                tensor.storage.slot = (*self.innermost_loop.path, region, self.innermost_loop.ordinal())
+            storage, loop = tensor.storage, self.innermost_loop
+            storage.loop, storage.slot = loop, (*loop.path, loop.ordinal())
+            storage.address, storage.where = address, kernel_location()
             return tensor
         at = self.shared_count
         self.shared_count += 1
@@ -119,7 +126,7 @@ class Core:
         if self._no_reorder:
             raise NKIError("loop-no-reorder", "a device loop inside nl.no_reorder()")
         outer = self._loops[-1]
-        self._loops.append(_Loop((*(outer.path or ()), "loop", outer.ordinal())))
+        self._loops.append(_Loop((*outer.path, "loop", outer.ordinal())))
         try:
             yield self._loops[-1]
         finally:
@@ -158,7 +165,7 @@ class _Launch:
 class _Loop:
     """A device loop that runs. ``path`` is the same for every iteration of the loops around it."""
 
-    def __init__(self, path: tuple | None):
+    def __init__(self, path: tuple):
         self.path = path
         self._count = 0
 
@@ -172,12 +179,6 @@ class _Loop:
 
 
 _thread = threading.local()
-
-
-def recorder() -> Recorder | None:
-    """What records the instructions of the current kernel, if it is profiled."""
-    running = getattr(_thread, "core", None)
-    return None if running is None else running.recorder
 
 
 def core() -> Core:
@@ -250,15 +251,20 @@ def core_order(*order: int) -> Iterator[None]:
         _core_order = before
 
 
+CHECKS = frozenset(("never-written", "core-race", "capacity", "address-overlap"))
 _unchecked: frozenset[str] = frozenset()
 
 
 @contextlib.contextmanager
 def unchecked(*checks: str) -> Iterator[None]:
-    """Do without ``"never-written"`` or ``"core-race"`` in the launches of this block: faster, and less strict."""
+    """Do without some of ``CHECKS`` in the launches of this block: less strict.
+
+    Without ``"never-written"`` and ``"core-race"`` a launch is faster; without ``"capacity"`` a kernel that does not
+    fit can be profiled, which shows what is live.
+    """
     global _unchecked
-    if not set(checks) <= {"never-written", "core-race"}:
-        raise ValueError(f"unchecked{checks}: what can be switched off is never-written and core-race")
+    if not set(checks) <= CHECKS:
+        raise ValueError(f"unchecked{checks}: what can be switched off is {', '.join(sorted(CHECKS))}")
     before, _unchecked = _unchecked, _unchecked | set(checks)
     try:
         yield
@@ -320,6 +326,9 @@ class Simulation:
                 results[index] = func(*bound.args, **bound.kwargs)
             finally:
                 _thread.core = None
+            running.lifetimes.check(running.target, _unchecked)
+            if recorders is not None:
+                recorders[index].finish(running.lifetimes)
             counts[index] = running.shared_count
 
         with _one_blas_thread():

@@ -16,12 +16,12 @@ import heapq
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 from . import arch, dtypes
 from . import cost as model
 from .cost import Cost
+from .lifetimes import Lifetimes
 from .machine import simulate
 from .tensor import MemoryRegion, Tensor
 
@@ -215,8 +215,7 @@ def profile(kernel, shape_only: bool = False):
     def run(*args, **kwargs) -> Report:
         recorders = [Recorder(shape_only) for _ in range(simulation.kernel.lnc or 1)]
         results = simulation.run(args, kwargs, recorders)
-        cores = [recorder.finish() for recorder in recorders]
-        return Report(simulation.kernel.func.__name__, arch.target().name, cores, results)
+        return Report(simulation.kernel.func.__name__, arch.target().name, [r.report for r in recorders], results)
 
     return run
 
@@ -227,66 +226,27 @@ class Recorder:
     def __init__(self, shape_only: bool):
         self.shape_only = shape_only
         self.report = CoreReport()
-        self._buffers: dict[object, tuple[int, str, str]] = {}
-        self._life: dict[object, tuple[list[list[int]], bool]] = defaultdict(lambda: ([], False))
 
-    def issue(self, name: str, args, kwargs) -> bool:
+    def issue(self, name: str, reads: list[Tensor], writes: list[Tensor], args, kwargs) -> bool:
         """Record an instruction; False where its semantics need not run, which is in a shape-only run."""
-        operands = [*args, *kwargs.values()]
-        tensors = [t for t in operands if isinstance(t, Tensor)]
-        dst = kwargs.get("dst", args[0] if args else None)
         at = len(self.report.events)
-        read, written = [], []
-        for t in tensors:
-            key = _buffer(t)
-            # Parts of a tensor in HBM that are written are never told apart: each write is its own view.
-            view = (t.offset, t.shape, t.strides) if t.buffer.on_chip else at
-            (written if t is dst else read).append((key, view))
-            if t.indirect is not None and isinstance(t.indirect.index, Tensor):
-                read.append((_buffer(t.indirect.index), None))
-            if t.buffer.on_chip:
-                self._live(key, t, at, t is dst)
-        self.report.events.append(Event(name, model.cost_of(name)(*args, **kwargs), tuple(read), tuple(written)))
-        return not (self.shape_only and isinstance(dst, Tensor) and dtypes.is_float(dst.dtype))
+        # Parts of a tensor in HBM that are written are never told apart: each write is its own view.
+        read, written = (
+            tuple((_buffer(t), (t.offset, t.shape, t.strides) if t.buffer.on_chip else at) for t in tensors)
+            for tensors in (reads, writes)
+        )
+        if name == "core_barrier":  # what follows on this tensor waits for the meeting
+            written = read
+        self.report.events.append(Event(name, model.cost_of(name)(*args, **kwargs), read, written))
+        return not (self.shape_only and writes and dtypes.is_float(writes[0].dtype))
 
-    def _live(self, key, t: Tensor, at: int, is_write: bool) -> None:
-        """A value lives from its first write to its last read; a write after a read begins another."""
-        if key not in self._buffers:
-            size = prod(t.storage.shape[1:]) * dtypes.itemsize(t.storage.dtype)
-            if t.buffer is MemoryRegion.psum:  # a matmul has a bank for itself
-                bank = arch.target().psum_bank_bytes
-                size = -(-size // bank) * bank
-            label = f"{t.storage.name or 'unnamed'} {t.storage.shape} {t.storage.dtype}: {size} B"
-            self._buffers[key] = size, t.buffer.value, label
-        spans, was_read = self._life[key]
-        if not spans or (is_write and was_read):
-            spans.append([at, at])
-        spans[-1][1] = at
-        self._life[key] = spans, not is_write
-
-    def finish(self) -> CoreReport:
-        self._high_water()
+    def finish(self, lifetimes: Lifetimes) -> None:
+        """The kernel has run."""
+        for region in (MemoryRegion.sbuf, MemoryRegion.psum):
+            size, live = lifetimes.high_water(region)
+            setattr(self.report, region.value, size)
+            self.report.live[region.value] = [buffer.label for buffer in live]
         _schedule(self.report)
-        return self.report
-
-    def _high_water(self) -> None:
-        """Most bytes that live at a time."""
-        for region in ("sbuf", "psum"):
-            changes: dict[int, int] = defaultdict(int)
-            buffers = [(key, size, label) for key, (size, where, label) in self._buffers.items() if where == region]
-            for key, size, _ in buffers:
-                for first, last in self._life[key][0]:
-                    changes[first] += size
-                    changes[last + 1] -= size
-            level = peak = peak_at = 0
-            for at in sorted(changes):
-                level += changes[at]
-                if level > peak:
-                    peak, peak_at = level, at
-            setattr(self.report, region, peak)
-            self.report.live[region] = [
-                label for key, _, label in buffers if any(a <= peak_at <= b for a, b in self._life[key][0])
-            ]
 
 
 def _buffer(t: Tensor) -> object:

@@ -30,6 +30,8 @@ RULES: dict[str, tuple[str, str, str]] = {
     "accumulate-mixed": ("one matmul adds to all of its destination or overwrites all", "isa.nc_matmul", "-"),
     "accumulate-unset": ("a sum in PSUM starts with a matmul that overwrites", "isa.nc_matmul", "0.3"),
     "accumulator-unset": ("reduction registers are set before they are continued or read", "isa.activation", "-"),
+    "address": ("an address is (partition, byte) on the chip", "language.ndarray", "0.2"),
+    "address-overlap": ("of tensors whose addresses share bytes, one at a time holds a value", "language.ndarray", "-"),
     "alias": ("in place means the same elements in the same order", _APS, "-"),
     "ap": ("an access pattern stays in its tensor and steps over whole partitions", _APS, "0.2"),
     "ap-dtype": ("dtype= divides the bytes of a partition", _APS, "0.2"),
@@ -41,7 +43,7 @@ RULES: dict[str, tuple[str, str, str]] = {
     "bn-stats": ("bn_stats reads up to 512 elements per partition", "isa.bn_stats", "0.2"),
     "both-psum": ("two operands are not both in PSUM", "isa.tensor_tensor", "0.2"),
     "buffer": ("each operand is in a memory that the engine reaches", _ARCH, "0.3"),
-    "capacity": ("a tensor fits the usable bytes of a partition", _ARCH, "-"),
+    "capacity": ("the values that live at a time fit the usable bytes of a partition", _ARCH, "-"),
     "column": ("a scalar operand is a number or one element per partition", "isa.tensor_scalar", "0.2"),
     "column-dtype": ("a tile as scalar operand is fp32 where the engine demands it", "isa.tensor_scalar", "0.2"),
     "core-meeting": ("cores meet at the same barriers and exchanges", "isa.core_barrier", "0.2"),
@@ -134,7 +136,8 @@ NOT_MODELLED = """\
 - Order within a core: the compiler orders instructions by their data; here the program's order always holds. Two
   cores are ordered by `core_barrier` and `sendrecv` for everything, on the device only for what depends on them.
 - Races that leave equal bits: cores that write the same values to the same elements are accepted.
-- `address=` of tensors: every tensor is its own memory, so an allocator that overlaps live tensors is not caught.
+- Placement in SBUF and PSUM: what lives at a time is added up, without alignment, gaps or banks, so that an allocator
+  may need more than was counted here. Values are those of whole tensors, by the order of the program.
 - Duplicate indices of a scatter by `dma_copy`: the last row stays; on the device the order is not defined.
 - Approximations: activation functions are those of NumPy; sums have NumPy's order. Outside the documented input
   ranges of `log`, `sqrt`, `rsqrt`, `reciprocal` and `arctan` the device is undefined, here it is not.

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import NKIError
-from .machine import recorder
+from .machine import core
+from .tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,21 @@ class Instruction:
 
 INSTRUCTIONS: dict[str, Instruction] = {}
 
+_WRITTEN = frozenset(("dst", "reduce_res", "dst_idx"))
+"""Operands that instructions write, by the names that all of them use."""
+
+
+def _operands(names: tuple[str, ...], args, kwargs) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an instruction reads, indices included, and those that it writes."""
+    reads, writes = [], []
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(t, Tensor):
+                (writes if name in _WRITTEN else reads).append(t)
+                if t.indirect is not None and isinstance(t.indirect.index, Tensor):
+                    reads.append(t.indirect.index)
+    return reads, writes
+
 
 def instruction(check: Callable) -> Callable:
     """Decorate the semantics of an instruction; ``check`` takes the same arguments."""
@@ -39,13 +55,13 @@ def instruction(check: Callable) -> Callable:
         INSTRUCTIONS[name] = Instruction(name, check, execute, f"nki/api/generated/nki.isa.{name}.html")
 
         signature = inspect.signature(execute)
+        names = tuple(signature.parameters)
 
         @functools.wraps(execute)
         def issue(*args, **kwargs):
             try:
                 check(*args, **kwargs)
-                profile = recorder()
-                if profile is None or profile.issue(name, args, kwargs):
+                if core().issue(name, *_operands(names, args, kwargs), args, kwargs):
                     execute(*args, **kwargs)
             except NKIError as error:
                 error.instruction = name

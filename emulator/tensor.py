@@ -45,13 +45,16 @@ class Storage:
         origin: where what nothing wrote came from, if ``filled`` is not True because of a copy or a computation.
         accesses: what the cores did to it since the last meeting (see ``races``); None where one core runs.
         loop: the device loop whose body allocated it (see ``machine.Core.innermost_loop``); None for arguments.
-        slot: the buffer in the body of a device loop, whose iterations allocate the same ones; None elsewhere. (Not
-            the storage itself: a cycle would keep it until Python's collector runs, which trainers turn off.)
+        slot: which buffer of its core it is: iterations of a device loop allocate the same ones. None for arguments
+            and shared_hbm. (Not the storage itself: a cycle would keep it until Python's collector runs, which
+            trainers turn off.)
+        address: (start partition, byte in the partition) that the kernel asked for, or None.
+        where: ``file:line`` that allocated it; None for arguments.
     """
 
     __slots__ = (
-        "raw", "region", "dtype", "shape", "row", "name", "written", "writable", "loop", "slot", "filled", "unit",
-        "origin", "accesses",
+        "raw", "region", "dtype", "shape", "row", "name", "written", "writable", "loop", "slot", "address", "where",
+        "filled", "unit", "origin", "accesses",
     )  # fmt: skip
 
     def __init__(self, raw, region, dtype, shape, name, writable=True, filled: bool = False):
@@ -68,7 +71,9 @@ class Storage:
         self.origin: str | None = None
         self.accesses = None
         self.loop: object | None = None
-        self.slot: object | None = None
+        self.slot: tuple | None = None
+        self.address: tuple[int, int] | None = None
+        self.where: str | None = None
 
     def from_where(self) -> str:
         return f"; it holds what {self.origin} made of unwritten elements" if self.origin else ""

@@ -191,10 +191,24 @@ def test_high_water_follows_the_values():
         both = [sbuf(128, 1024, dtype=nl.float32) for _ in range(2)]
         for tile in both:
             nisa.memset(tile, 1.0)
-        nisa.tensor_copy(both[0], both[1])
+        nisa.tensor_tensor(both[0], both[0], both[1], nl.add)
+        nisa.memset(tile, 1.0)  # never read, so it does not stay
 
     core = profile(kernel).cores[0]
     assert core.sbuf == 2 * 4096 and len(core.live["sbuf"]) == 2
+
+
+def test_a_kernel_that_does_not_fit_can_be_profiled_on_demand():
+    def kernel():
+        tiles = [sbuf(128, 27000, dtype=nl.float32) for _ in range(2)]
+        for tile in tiles:
+            nisa.memset(tile, 1.0)
+        nisa.tensor_tensor(tiles[0], *tiles, nl.add)
+
+    with pytest.raises(emulator.NKIError, match="216000 bytes of sbuf per partition"):
+        profile(kernel)
+    with emulator.unchecked("capacity"):
+        assert profile(kernel).cores[0].sbuf == 216000
 
 
 def test_the_schedule_knows_dependencies_and_buffers():

@@ -79,6 +79,66 @@ case("1-D tile", "on-chip-rank", lambda: sb(64), lambda: sb(64, 1), "(64,)", "2 
 case("tile reshaped to 1-D", "on-chip-rank", lambda: sb(64, 1).reshape((64,)), lambda: sb(64, 1).reshape((64, 1)))
 case("tile above SBUF", "capacity", lambda: sb(1, 53117), lambda: sb(1, 53116), "212468", "212464")
 case("tile above PSUM", "capacity", lambda: ps(1, 4097), lambda: ps(1, 4096), "16388", "16384")
+
+
+def live_together(columns, tiles):
+    """All tiles are written before any is read."""
+    for tile in [filled(1.0, 2, columns) for _ in range(tiles)]:
+        nisa.tensor_copy(tile, tile)
+
+
+# 4 x 53116 = 212464 bytes per partition are usable; five tiles of a quarter hold values at a time, or four.
+pair("live values above SBUF", "capacity", lambda n: live_together(13279, n), 5, 4, "265580", "212464", "5 tensors")
+
+
+def in_psum(banks):
+    """Every bank holds a product until all are done."""
+    a, products = filled(1.0, 32, 32), [ps(32, 512) for _ in range(banks)]
+    for product in products:
+        nisa.nc_matmul(product[:, 0:32], a, a)
+    for product in products:
+        nisa.tensor_copy(a, product[:, 0:32])
+
+
+pair("live values above PSUM", "capacity", in_psum, 9, 8, "18432", "16384")
+
+
+def at(address, *shape, dtype=nl.float32):
+    tile = nl.ndarray(shape, dtype, nl.sbuf, address=address)
+    nisa.memset(tile, 1.0)
+    return tile
+
+
+def two_at(second):
+    """The first of two tiles is read after the second is written."""
+    first = at((0, 64), 32, 16)
+    other = at(second, 32, 16)
+    nisa.tensor_copy(first, first)
+    nisa.tensor_copy(other, other)
+
+
+pair("addresses share bytes", "address-overlap", two_at, (0, 124), (0, 128), "(0, 124)", "(0, 64)")
+pair("addresses share partitions", "address-overlap", two_at, (31, 64), (32, 64), "(31, 64)")
+
+
+def reuse(late):
+    """The address is used again before, or after, the last read of what was there."""
+    first, result = at((0, 0), 32, 16), sb(32, 16)
+    if not late:
+        nisa.tensor_copy(result, first)
+    second = at((0, 0), 32, 16)
+    nisa.tensor_tensor(result, second, first if late else result, nl.add)
+
+
+pair("address used again too early", "address-overlap", reuse, True, False)
+pair(
+    "address of a tensor in HBM",
+    "address",
+    lambda b: nl.ndarray((2, 2), nl.float32, b, address=(0, 0)),
+    nl.hbm,
+    nl.sbuf,
+)
+pair("address is a number", "address", lambda a: at(a, 2, 2), 64, (0, 64), "64")
 pair("negative size", "shape", lambda n: hbm(4, n), -1, 1, "(4, -1)")
 case("shape is a number", "shape", lambda: nl.ndarray(4, nl.float32, nl.hbm), lambda: hbm(4))
 pair("size is a float", "integer", lambda n: hbm(n), 4.0, 4, "4.0")

@@ -1,0 +1,128 @@
+"""Which on-chip tensors hold a value at the same time: the capacity of SBUF and PSUM, and addresses that clash.
+
+A value lives from its first write to its last read; a write after a read begins another value. That is the least that
+any allocator needs in the order of the program, so what is refused here fits nowhere. Counted are bytes per partition
+as if every tensor began at partition 0, without alignment, gaps or banks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from math import prod
+
+from . import dtypes
+from .arch import Target
+from .errors import NKIError
+from .tensor import MemoryRegion, Storage, Tensor
+
+
+class _Buffer:
+    """One place on the chip; iterations of a device loop share theirs.
+
+    Attributes:
+        size: bytes per partition.
+        spans: [first write, last read] of every value that it held, as counts of instructions.
+        was_read: was its last use a read?
+    """
+
+    __slots__ = ("region", "label", "partitions", "size", "address", "where", "spans", "was_read")
+
+    def __init__(self, storage: Storage, now: int):
+        self.region = storage.region
+        self.partitions = storage.shape[0]
+        self.size = prod(storage.shape[1:]) * dtypes.itemsize(storage.dtype)
+        self.label = f"{storage.name or 'unnamed'} {storage.shape} {storage.dtype}: {self.size} B"
+        self.address = storage.address
+        self.where = storage.where
+        self.spans = [[now, now]]
+        self.was_read = False
+
+    def clashes(self, other: _Buffer) -> bool:
+        """Do the two have addresses that share bytes?"""
+        (p, at), (q, other_at) = self.address, other.address
+        return (
+            p < q + other.partitions
+            and q < p + self.partitions
+            and at < other_at + other.size
+            and other_at < at + self.size
+        )
+
+
+class Lifetimes:
+    """Of the on-chip tensors of one core."""
+
+    def __init__(self):
+        self._now = 0
+        self._buffers: dict[tuple, _Buffer] = {}
+
+    def issue(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """An instruction reads and writes these."""
+        self._now = now = self._now + 1
+        for t in reads:
+            if t.storage.region.on_chip:
+                buffer = self._buffer(t.storage)
+                buffer.spans[-1][1] = now
+                buffer.was_read = True
+        for t in writes:
+            if t.storage.region.on_chip:
+                buffer = self._buffer(t.storage)
+                if buffer.was_read and buffer.spans[-1][1] < now:
+                    buffer.spans.append([now, now])
+                buffer.was_read = False
+
+    def _buffer(self, storage: Storage) -> _Buffer:
+        buffer = self._buffers.get(storage.slot)
+        if buffer is None:
+            buffer = self._buffers[storage.slot] = _Buffer(storage, self._now)
+        return buffer
+
+    def high_water(self, region: MemoryRegion) -> tuple[int, list[_Buffer]]:
+        """The most bytes per partition that live at a time, and the tensors that they belong to."""
+        changes: dict[int, int] = defaultdict(int)
+        buffers = [b for b in self._buffers.values() if b.region is region]
+        for buffer in buffers:
+            for first, last in buffer.spans:
+                changes[first] += buffer.size
+                changes[last + 1] -= buffer.size
+        level = peak = peak_at = 0
+        for at in sorted(changes):
+            level += changes[at]
+            if level > peak:
+                peak, peak_at = level, at
+        return peak, [b for b in buffers if any(first <= peak_at <= last for first, last in b.spans)]
+
+    def check(self, target: Target, unchecked: frozenset[str] = frozenset()) -> None:
+        """Refuse what does not fit the target, and values that are lost because their addresses clash."""
+        for region, limit in ((MemoryRegion.sbuf, target.sbuf_usable_bytes), (MemoryRegion.psum, target.psum_bytes)):
+            peak, live = self.high_water(region)
+            if peak > limit and "capacity" not in unchecked:
+                largest = "; ".join(b.label for b in sorted(live, key=lambda b: -b.size)[:8])
+                error = NKIError(
+                    "capacity",
+                    f"{peak} bytes of {region.value} per partition are live at a time, the limit is {limit}: "
+                    f"{len(live)} tensors, the largest are {largest}",
+                )
+                error.location = live[-1].where
+                raise error
+        for old, new in () if "address-overlap" in unchecked else self._clashes():
+            error = NKIError(
+                "address-overlap",
+                f"{new.label} at {new.address} of {new.region.value} overwrites {old.label} at {old.address}, "
+                f"allocated at {old.where}, which is read later",
+            )
+            error.location = new.where
+            raise error
+
+    def _clashes(self) -> Iterator[tuple[_Buffer, _Buffer]]:
+        """Values that live at a time at addresses that share bytes. One that ends where the next begins is in place."""
+        for region in (MemoryRegion.sbuf, MemoryRegion.psum):
+            placed = [b for b in self._buffers.values() if b.region is region and b.address is not None]
+            values = sorted(((first, last, i) for i, b in enumerate(placed) for first, last in b.spans))
+            live: list[tuple[int, int]] = []
+            for first, last, i in values:
+                live = [(end, j) for end, j in live if end > first]
+                for _, j in live:
+                    if i != j and placed[i].clashes(placed[j]):
+                        yield placed[j], placed[i]
+                live.append((last, i))
