@@ -1,8 +1,9 @@
 """Which on-chip tensors hold a value at the same time: the capacity of SBUF and PSUM, and addresses that clash.
 
 A value lives from its first write to its last read; a write after a read begins another value. That is the least that
-any allocator needs in the order of the program, so what is refused here fits nowhere. Counted are bytes per partition
-as if every tensor began at partition 0, without alignment, gaps or banks.
+any allocator needs in the order of the program, so what is refused here fits nowhere. A tensor of up to 32 partitions
+takes a quarter of the bytes of its rows, one of up to 64 a half: others can lie beside it, as start partitions are
+multiples of 32. Alignment, gaps and banks are not counted.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ class _Buffer:
 
     Attributes:
         size: bytes per partition.
+        quarters: how many of the four groups of 32 partitions it takes.
         spans: [first write, last read] of every value that it held, as counts of instructions.
         was_read: was its last use a read?
     """
 
-    __slots__ = ("region", "label", "partitions", "size", "address", "where", "spans", "was_read")
+    __slots__ = ("region", "label", "partitions", "quarters", "size", "address", "where", "spans", "was_read")
 
     def __init__(self, storage: Storage, now: int):
         self.region = storage.region
         self.partitions = storage.shape[0]
+        self.quarters = 1 if self.partitions <= 32 else 2 if self.partitions <= 64 else 4
         self.size = prod(storage.shape[1:]) * dtypes.itemsize(storage.dtype)
         self.label = f"{storage.name or 'unnamed'} {storage.shape} {storage.dtype}: {self.size} B"
         self.address = storage.address
@@ -78,26 +81,26 @@ class Lifetimes:
         return buffer
 
     def high_water(self, region: MemoryRegion) -> tuple[int, list[_Buffer]]:
-        """The most bytes per partition that live at a time, and the tensors that they belong to."""
+        """The most bytes that live at a time, a mean per partition, and the tensors that they belong to."""
         changes: dict[int, int] = defaultdict(int)
         buffers = [b for b in self._buffers.values() if b.region is region]
         for buffer in buffers:
             for first, last in buffer.spans:
-                changes[first] += buffer.size
-                changes[last + 1] -= buffer.size
+                changes[first] += buffer.size * buffer.quarters
+                changes[last + 1] -= buffer.size * buffer.quarters
         level = peak = peak_at = 0
         for at in sorted(changes):
             level += changes[at]
             if level > peak:
                 peak, peak_at = level, at
-        return peak, [b for b in buffers if any(first <= peak_at <= last for first, last in b.spans)]
+        return -(-peak // 4), [b for b in buffers if any(first <= peak_at <= last for first, last in b.spans)]
 
     def check(self, target: Target, unchecked: frozenset[str] = frozenset()) -> None:
         """Refuse what does not fit the target, and values that are lost because their addresses clash."""
         for region, limit in ((MemoryRegion.sbuf, target.sbuf_usable_bytes), (MemoryRegion.psum, target.psum_bytes)):
             peak, live = self.high_water(region)
             if peak > limit and "capacity" not in unchecked:
-                largest = "; ".join(b.label for b in sorted(live, key=lambda b: -b.size)[:8])
+                largest = "; ".join(b.label for b in sorted(live, key=lambda b: -b.size * b.quarters)[:8])
                 error = NKIError(
                     "capacity",
                     f"{peak} bytes of {region.value} per partition are live at a time, the limit is {limit}: "

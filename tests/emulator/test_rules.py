@@ -83,7 +83,7 @@ case("tile above PSUM", "capacity", lambda: ps(1, 4097), lambda: ps(1, 4096), "1
 
 def live_together(columns, tiles):
     """All tiles are written before any is read."""
-    for tile in [filled(1.0, 2, columns) for _ in range(tiles)]:
+    for tile in [filled(1.0, 65, columns) for _ in range(tiles)]:  # 65 partitions: nothing fits beside one
         nisa.tensor_copy(tile, tile)
 
 
@@ -91,13 +91,23 @@ def live_together(columns, tiles):
 pair("live values above SBUF", "capacity", lambda n: live_together(13279, n), 5, 4, "265580", "212464", "5 tensors")
 
 
+def beside(partitions, tiles):
+    """Tiles of few partitions lie beside each other: 4 of 32, 2 of 64."""
+    for tile in [filled(1.0, partitions, 53116) for _ in range(tiles)]:
+        nisa.tensor_copy(tile, tile)
+
+
+case("live quarters above SBUF", "capacity", lambda: beside(32, 5), lambda: beside(32, 4), "265580")
+case("live halves above SBUF", "capacity", lambda: beside(33, 3), lambda: beside(64, 2), "318696")
+
+
 def in_psum(banks):
     """Every bank holds a product until all are done."""
-    a, products = filled(1.0, 32, 32), [ps(32, 512) for _ in range(banks)]
+    a, products = filled(1.0, 128, 128), [ps(128, 512) for _ in range(banks)]
     for product in products:
-        nisa.nc_matmul(product[:, 0:32], a, a)
+        nisa.nc_matmul(product[:, 0:128], a, a)
     for product in products:
-        nisa.tensor_copy(a, product[:, 0:32])
+        nisa.tensor_copy(a, product[:, 0:128])
 
 
 pair("live values above PSUM", "capacity", in_psum, 9, 8, "18432", "16384")
