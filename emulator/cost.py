@@ -27,6 +27,8 @@ HBM_GB_PER_S = 2900 / 8
 """Share of one physical core in the bandwidth of the chip's HBM, in bytes per nanosecond."""
 PE_TFLOPS = 128 * 128 * 2 * GHZ["tensor"] / 1000
 """Peak of one core for bf16 and fp16; fp32 runs at a quarter."""
+ELEMENTWISE_TOPS = 128 * (GHZ["vector"] + GHZ["scalar"] + GHZ["gpsimd"]) / 1000
+"""Elements that the three other engines produce at one per cycle and partition, in 10^12 per second."""
 
 _DMA_POINTS = ((1024, 259.0), (4096, 354.0))
 _TIMES = [size / rate for size, rate in _DMA_POINTS]
@@ -45,6 +47,7 @@ class Cost:
         descriptors: of a DMA, by their size in bytes.
         flops: multiplications and additions of a matmul, on the operands that it was given.
         issued: what the tensor engine could have computed in that time in the operands' dtype.
+        elements: that the Vector, Scalar or GpSimd engine produces.
     """
 
     engine: str
@@ -54,6 +57,7 @@ class Cost:
     descriptors: dict[int, int] = field(default_factory=dict)
     flops: int = 0
     issued: int = 0
+    elements: int = 0
 
 
 def _busy(engine: str, cycles: float) -> Cost:
@@ -237,13 +241,13 @@ def dma_copy(dst, src, *args, **kwargs):
     return Cost("dma", ns, read=read, written=written, descriptors={run: count} if count else {})
 
 
-_TRANSPOSE_SHARE = 0.9
+TRANSPOSE_SHARE = 0.9
 """Of the DMA bandwidth that is left when the DMA transposes from HBM to SBUF (NKI performance guide)."""
 
 
 def dma_transpose(dst, src, *args, **kwargs):
     size = src.size * dtypes.itemsize(src.dtype)
-    share = _TRANSPOSE_SHARE if not src.buffer.on_chip else 0.5
+    share = TRANSPOSE_SHARE if not src.buffer.on_chip else 0.5
     rate = _DMA_POINTS[-1][1] * share
     read = 0 if src.buffer.on_chip else size
     return Cost("dma", max(size / rate, read / HBM_GB_PER_S), read=read, descriptors={_run(src): -(-size // _run(src))})

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import arch, dtypes
+from . import arch, dtypes, plots
 from . import cost as model
 from .cost import Cost
 from .lifetimes import Lifetimes
@@ -63,7 +63,7 @@ class CoreReport:
         return busy
 
     def total(self, what: str) -> int:
-        """Sum over all instructions of ``read``, ``written``, ``flops`` or ``issued``."""
+        """Sum over all instructions of ``read``, ``written``, ``flops``, ``issued`` or ``elements``."""
         return sum(getattr(event.cost, what) for event in self.events)
 
     def descriptors(self) -> dict[int, int]:
@@ -143,7 +143,7 @@ class Report:
             "cores": [
                 {
                     "busy_ns": core.busy_ns(),
-                    **{what: core.total(what) for what in ("read", "written", "flops", "issued")},
+                    **{what: core.total(what) for what in ("read", "written", "flops", "issued", "elements")},
                     "descriptors": core.descriptors(),
                     "instructions": dict(Counter(event.name for event in core.events)),
                     "sbuf_bytes": core.sbuf,
@@ -200,6 +200,10 @@ class Report:
         ]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
+    def save_roofline(self, path: str | Path) -> None:
+        """Draw the kernel under the ceilings of the machine (``plots.roofline``); needs matplotlib."""
+        plots.roofline({self.kernel: self}, path)
+
 
 def profile(kernel, shape_only: bool = False):
     """``profile(kernel[lnc])(*arrays)`` runs a kernel as ``simulate`` does and returns its ``Report``.
@@ -237,7 +241,10 @@ class Recorder:
         )
         if name == "core_barrier":  # what follows on this tensor waits for the meeting
             written = read
-        self.report.events.append(Event(name, model.cost_of(name)(*args, **kwargs), read, written))
+        cost = model.cost_of(name)(*args, **kwargs)
+        if cost.engine in ("vector", "scalar", "gpsimd"):
+            cost.elements = sum(t.size for t in writes)
+        self.report.events.append(Event(name, cost, read, written))
         return not (self.shape_only and writes and dtypes.is_float(writes[0].dtype))
 
     def finish(self, lifetimes: Lifetimes) -> None:

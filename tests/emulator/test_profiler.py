@@ -259,6 +259,8 @@ def test_forms_of_the_report(tmp_path):
     assert figures["backend"] == "model" and figures["hbm_bytes"] == report.hbm_bytes
     assert report.hbm_bound_ns <= report.overlapped_ns <= min(report.scheduled_ns, report.serial_ns)
     assert report.results[0].shape == query.shape
+    report.save_roofline(tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     report.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {"core 0 (model)", "core 1 (model)"}
@@ -266,3 +268,17 @@ def test_forms_of_the_report(tmp_path):
     for engine in ("vector", "dma"):  # an engine does one thing at a time
         spans = sorted((e["ts"], e["dur"]) for e in events if e["pid"] == "core 0 (model)" and e["tid"] == engine)
         assert all(a + d <= b + 1e-9 for (a, d), (b, _) in zip(spans, spans[1:], strict=False))
+
+
+def test_a_roofline_shows_kernels_of_one_number_of_cores(tmp_path):
+    def copy(x):
+        out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+        nisa.dma_copy(out, x)
+        return out
+
+    query, key = np.empty((1, 256, 4, 64), BF16), np.empty((1, 256, 1, 64), BF16)
+    one, two = (profile(rope[lnc], query, key, np.empty((256, 128), np.float32)) for lnc in (1, 2))
+    with pytest.raises(ValueError, match=r"\[1, 2\] cores"):
+        emulator.plots.roofline({"one": one, "two": two}, tmp_path / "both.png")
+    with pytest.raises(ValueError, match="copy computes nothing"):
+        profile(copy, query).save_roofline(tmp_path / "copy.png")
