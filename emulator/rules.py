@@ -56,7 +56,11 @@ RULES: dict[str, tuple[str, str, str]] = {
     "elements-differ": ("operands have equal numbers of elements; nothing broadcasts", _TILING, "0.2"),
     "engine": ("the engine can run the instruction", "isa.engine", "0.3"),
     "free-dims": ("an access pattern has up to 4 free dimensions", _APS, "-"),
-    "free-size": ("an instruction covers up to 64 K elements per partition of SBUF, 4 K of PSUM", _ARCH, "-"),
+    "free-size": (
+        "an instruction covers up to 64 K elements per partition of SBUF, 4 K of PSUM",
+        _ARCH,
+        "-",
+    ),
     "gpsimd-psum": ("GpSimd does not reach PSUM", _ARCH, "-"),
     "immediate": ("a constant is a number that the dtype holds", "isa.memset", "0.3"),
     "index": ("an index or slice stays in its tensor", _INDEX, "0.2"),

@@ -239,6 +239,17 @@ case(
     "4097",
     "4096",
 )
+
+
+def repeated(columns):
+    """A pattern that repeats what it reads from PSUM, as nki-library's layer norm does, may be longer."""
+    few = ps(1, columns, dtype=nl.bfloat16)
+    nisa.memset(few[:, : columns // 2], 1.0)
+    nisa.memset(few[:, columns // 2 :], 1.0)
+    nisa.tensor_copy(sb(1, 2, columns, dtype=nl.bfloat16), few.ap([[columns, 1], [0, 2], [1, columns]]))
+
+
+pair("4098 elements of PSUM, each twice", "free-size", repeated, 4098, 4096, "4098", "4096")
 pair(
     "long step",
     "stride",
