@@ -213,7 +213,7 @@ def nc_transpose(dst, data, engine=Engine.unknown, name=None):
 def _run(t: Tensor) -> int:
     """Bytes that are contiguous at the inner end of a pattern; on chip a run does not cross partitions."""
     run = 1
-    first = 1 if t.buffer.on_chip or (t.indirect is not None and t.indirect.per_partition) else 0
+    first = 1 if t.buffer.on_chip or (t.runtime is not None and t.runtime.per_partition) else 0
     for size, stride in zip(reversed(t.shape[first:]), reversed(t.strides[first:]), strict=True):
         if size > 1 and stride != run:
             break
@@ -223,10 +223,10 @@ def _run(t: Tensor) -> int:
 
 def _moved_rows(t: Tensor) -> float:
     """Which part of a gather or scatter moves: the rows whose index is there."""
-    if t.indirect is None or not t.indirect.per_partition:
+    if t.runtime is None or not t.runtime.per_partition:
         return 1.0
-    index = t.indirect.index.array().astype("int64")
-    rows = prod(t.storage.shape) // max(1, t.indirect.scale)
+    index = t.runtime.index.array().astype("int64")
+    rows = prod(t.storage.shape) // max(1, t.runtime.scale)
     return float(((index >= 0) & (index < rows)).mean()) if index.size else 0.0
 
 

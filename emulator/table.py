@@ -42,8 +42,8 @@ def _operands(names: tuple[str, ...], args, kwargs) -> tuple[list[Tensor], list[
         for t in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(t, Tensor):
                 (writes if name in _WRITTEN else reads).append(t)
-                if t.indirect is not None and isinstance(t.indirect.index, Tensor):
-                    reads.append(t.indirect.index)
+                if t.runtime is not None and isinstance(t.runtime.index, Tensor):
+                    reads.append(t.runtime.index)
     return reads, writes
 
 

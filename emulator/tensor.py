@@ -97,17 +97,17 @@ class Indirect:
 class Tensor:
     """A view. ``shape``, ``strides`` and ``offset`` count elements of ``dtype``."""
 
-    __slots__ = ("storage", "dtype", "shape", "strides", "offset", "indirect", "outside", "_array")
+    __slots__ = ("storage", "dtype", "shape", "strides", "offset", "runtime", "outside", "_array")
     # Without this Python would iterate by indexing; NKI has no loop over the elements of a tensor.
     __iter__ = None
 
-    def __init__(self, storage, dtype, shape, strides, offset=0, indirect=None):
+    def __init__(self, storage, dtype, shape, strides, offset=0, runtime=None):
         self.storage: Storage = storage
         self.dtype: str = dtype
         self.shape: tuple[int, ...] = shape
         self.strides: tuple[int, ...] = strides
         self.offset: int = offset
-        self.indirect: Indirect | None = indirect
+        self.runtime: Indirect | None = runtime
         # Why an instruction may not use this view; kernels may make one that they do not use.
         self.outside: str | None = None
         self._array: np.ndarray | None = None
@@ -152,7 +152,7 @@ class Tensor:
     def array(self) -> np.ndarray:
         """The NumPy view of a tensor without run-time addressing."""
         if self._array is None:
-            if self.indirect is not None:
+            if self.runtime is not None:
                 raise NKIError("indirect", f"{self!r} has a run-time address, which dma_copy and tensor_copy take")
             self._array = self.window(self.shape, self.strides, self.offset)
         return self._array
@@ -253,18 +253,18 @@ class Tensor:
 
     def moved(self, skip: bool = False) -> Tensor | None:
         """The view where its scalar index, read now, puts it; None if that is outside and ``skip``."""
-        if self.indirect is None or self.indirect.per_partition:
+        if self.runtime is None or self.runtime.per_partition:
             return self
-        index = self.indirect.scalar()
+        index = self.runtime.scalar()
         # On chip the index moves along the free dimensions, so the view must stay in its partitions.
         on_chip = self.buffer.on_chip
-        first = index * self.indirect.scale + (self.offset % self.row if on_chip else self.offset)
+        first = index * self.runtime.scale + (self.offset % self.row if on_chip else self.offset)
         last = first + self.extent(1 if on_chip else 0)
         if index < 0 or last >= self.row:
             if skip:
                 return None
             raise NKIError("indirect-range", f"index {index} moves {self!r} to element {last} of {self.row}")
-        return Tensor(self.storage, self.dtype, self.shape, self.strides, self.offset + index * self.indirect.scale)
+        return Tensor(self.storage, self.dtype, self.shape, self.strides, self.offset + index * self.runtime.scale)
 
     def extent(self, first_dim: int = 0) -> int:
         """Distance in elements from the first to the last element, over the dimensions from ``first_dim``."""
@@ -301,7 +301,7 @@ class Tensor:
 
     def overlaps(self, other: Tensor) -> bool:
         """Do the two share elements? Run-time addresses are not known here: False."""
-        if self.storage is not other.storage or self.indirect is not None or other.indirect is not None:
+        if self.storage is not other.storage or self.runtime is not None or other.runtime is not None:
             return False
         return np.shares_memory(self.array(), other.array())
 
@@ -430,7 +430,7 @@ class Tensor:
             if index.size != 1:
                 raise NKIError("indirect", f"select takes one index, its shape is {index.shape}")
         view = self._with(self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :])
-        view.indirect = Indirect(index, self.strides[dim], False)
+        view.runtime = Indirect(index, self.strides[dim], False)
         return view
 
     def vector_select(self, dim, vector_offset) -> Tensor:
@@ -440,7 +440,7 @@ class Tensor:
         self._refuse_indirect("vector_select")
         _check_index(vector_offset, "vector_offset")
         view = self._with((vector_offset.shape[0], *self.shape[1:]), self.strides)
-        view.indirect = Indirect(vector_offset, self.strides[0], True)
+        view.runtime = Indirect(vector_offset, self.strides[0], True)
         return view
 
     def permute(self, dims) -> Tensor:
@@ -525,9 +525,13 @@ class Tensor:
         """Row-major without holes; on chip within each partition."""
         return self._contiguous(int(self.buffer.on_chip))
 
+    def indirect(self, index) -> Tensor:
+        """Of trn3 only."""
+        raise NKIError("target", f"tensor.indirect needs trn3, this is {target().name}")
+
     def is_indirect(self) -> bool:
         """Has the view a run-time address?"""
-        return self.indirect is not None
+        return self.runtime is not None
 
     def get_pattern(self) -> list[list[int]]:
         """``[[stride, count], ...]``, as ``.ap`` takes it."""
@@ -628,7 +632,7 @@ class Tensor:
                     f"elements {self.offset % row} to {self.offset % row + free} of a partition of {row} elements"
                 )
                 return
-        moved = self.indirect is not None and self.indirect.per_partition
+        moved = self.runtime is not None and self.runtime.per_partition
         last = self.offset + free + (0 if moved else self.strides[0] * (self.shape[0] - 1))
         if last >= size:
             self.outside = f"element {last} is outside {self.storage.name or 'the tensor'} of {size} elements"
@@ -640,7 +644,7 @@ class Tensor:
 
     def _refuse_indirect(self, what: str) -> None:
         self.check_inside()
-        if self.indirect is not None:
+        if self.runtime is not None:
             raise NKIError("indirect", f"{what} of a view with a run-time address")
 
 

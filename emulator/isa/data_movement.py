@@ -20,8 +20,8 @@ def _in_dma_reach(value, what: str) -> Tensor:
     t = operands.tensor(value, what)
     if t.buffer is MemoryRegion.psum:
         raise NKIError("buffer", f"{what} is in PSUM, which a DMA does not reach")
-    if t.indirect is not None and t.indirect.per_partition:
-        index = t.indirect.index
+    if t.runtime is not None and t.runtime.per_partition:
+        index = t.runtime.index
         if index.shape[0] != t.shape[0] or index.free_size != 1:
             raise NKIError("indirect", f"{what}: vector_offset is ({t.shape[0]}, 1), its shape is {index.shape}")
     return t
@@ -55,7 +55,7 @@ def _check_dma_copy(
     if dst.size != src.size:
         raise NKIError("elements-differ", f"src has {src.size} elements {src.shape}, dst has {dst.size} {dst.shape}")
     _destination(dst)
-    indirect = [t.indirect for t in (dst, src) if t.indirect is not None]
+    indirect = [t.runtime for t in (dst, src) if t.runtime is not None]
     operands.one_of_engines(engine, Engine.sync, Engine.scalar)
     if engine is not Engine.unknown and dge_mode is not DgeMode.hwdge:
         raise NKIError(
@@ -89,7 +89,7 @@ def dma_copy(
     if src is None or dst is None:
         return
     operands.no_alias(dst, src=src)
-    if src.indirect is None and dst.indirect is None:
+    if src.runtime is None and dst.runtime is None:
         if _same_view(src, dst):
             # Kernels end with a copy of a tensor to itself, to wait for what was written; it moves nothing.
             return
@@ -124,15 +124,15 @@ class _Rows:
 
     def __init__(self, t: Tensor, skip: bool, index: np.ndarray | None = None):
         if index is None:
-            index = t.indirect.index.load().reshape(-1)
+            index = t.runtime.index.load().reshape(-1)
         index = index.astype(np.int64)
-        rows = max(0, (t.row - t.offset - t.extent(1) - 1) // t.indirect.scale + 1)
+        rows = max(0, (t.row - t.offset - t.extent(1) - 1) // t.runtime.scale + 1)
         self.inside = (index >= 0) & (index < rows)
         if not self.inside.all() and not skip:
             bad = index[~self.inside][0]
             raise NKIError("indirect-range", f"index {bad} of {t.name or 'the tensor'} is outside its {rows} rows")
         self.index = index
-        strides = (t.indirect.scale, *t.strides[1:])
+        strides = (t.runtime.scale, *t.strides[1:])
         self.window = Tensor(t.storage, t.dtype, (rows, *t.shape[1:]), strides, t.offset)
 
     def load(self, moves: np.ndarray) -> np.ndarray:
@@ -154,7 +154,7 @@ class _Rows:
 
 
 def _rows(t: Tensor, skip: bool) -> _Rows | None:
-    return None if t.indirect is None else _Rows(t, skip)
+    return None if t.runtime is None else _Rows(t, skip)
 
 
 def _convert(dst: np.ndarray, src: np.ndarray) -> None:
@@ -249,7 +249,7 @@ def _check_dma_transpose(
         raise NKIError("transpose-shape", f"dst is {dst.shape}, the transpose of {src.shape} is {wanted}")
     if dst.overlaps(src):
         raise NKIError("alias", f"dst {dst!r} overlaps src {src!r}: a transpose is not done in place")
-    if src.indirect is not None:
+    if src.runtime is not None:
         _check_gather_transpose(src, dge_mode, size)
     elif dge_mode is DgeMode.hwdge:
         first, last = src.shape[0], src.shape[-1]
@@ -266,8 +266,8 @@ def _check_dma_transpose(
 
 def _check_gather_transpose(src: Tensor, dge_mode, size: int) -> None:
     """The documented limits of the indirect form."""
-    index = src.indirect.index
-    if not src.indirect.per_partition or src.buffer.on_chip:
+    index = src.runtime.index
+    if not src.runtime.per_partition or src.buffer.on_chip:
         raise NKIError("transpose-gather", "an indirect transpose takes a vector_offset into HBM")
     if dge_mode not in (DgeMode.unknown, DgeMode.swdge):
         raise NKIError("dge-mode", f"an indirect transpose has dge_mode unknown or swdge, not {dge_mode.name}")
@@ -292,12 +292,12 @@ def dma_transpose(dst, src, axes=None, dge_mode=DgeMode.unknown, oob_mode=OobMod
     With a ``vector_offset`` row i of src is row ``index.T.flatten()[i]`` of the tensor.
     """
     axes = _AXES[src.ndim]
-    if src.indirect is None:
+    if src.runtime is None:
         unwritten = src.unwritten()
         stored(dst, _noted(src).array().transpose(axes))
         dst.forget(None if unwritten is None else unwritten.transpose(axes))
         return
-    index = src.indirect.index.load().reshape(src.indirect.index.shape[0], -1).T.reshape(-1)[: src.shape[0]]
+    index = src.runtime.index.load().reshape(src.runtime.index.shape[0], -1).T.reshape(-1)[: src.shape[0]]
     source = _Rows(src, oob_mode is OobMode.skip, index)
     moves = source.inside
     gathered = Tensor(dst.storage, dst.dtype, *_permuted(dst, axes), dst.offset)  # rows of src, in dst
@@ -325,15 +325,15 @@ def _check_dma_compute(dst, srcs, reduce_op, scales=None, unique_indices=True, o
         raise NKIError("dma-compute", f"reduce_op is nl.add, not {reduce_op!r}")
     if scales is not None and (len(scales) != len(srcs) or any(scale != 1.0 for scale in scales)):
         raise NKIError("dma-compute", f"scales {scales}: one 1.0 per source")
-    indirect = [t for t in (dst, *srcs) if t.indirect is not None]
-    if any(not t.indirect.per_partition for t in indirect):
+    indirect = [t for t in (dst, *srcs) if t.runtime is not None]
+    if any(not t.runtime.per_partition for t in indirect):
         raise NKIError("dma-compute", "a run-time address here is a vector_offset")
     if not indirect:
         return
     if len(srcs) != 2 or not unique_indices:
         raise NKIError("dma-compute", "a gather or scatter adds two sources, with unique_indices=True")
     others = [src for src in srcs if not _same_view(src, dst)]
-    if len(others) != 1 or (dst.indirect is None) == (others[0].indirect is None):
+    if len(others) != 1 or (dst.runtime is None) == (others[0].runtime is None):
         raise NKIError("dma-compute", "one of the sources is dst, and one side of the addition has a vector_offset")
 
 
@@ -341,9 +341,9 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
     """The same elements, found through the same indices."""
     if (a.storage, a.dtype, a.shape, a.strides, a.offset) != (b.storage, b.dtype, b.shape, b.strides, b.offset):
         return False
-    if a.indirect is None or b.indirect is None:
-        return a.indirect is b.indirect
-    x, y = a.indirect.index, b.indirect.index
+    if a.runtime is None or b.runtime is None:
+        return a.runtime is b.runtime
+    x, y = a.runtime.index, b.runtime.index
     return x is y or _same_view(x, y)
 
 
@@ -355,7 +355,7 @@ def dma_compute(dst, srcs, reduce_op, scales=None, unique_indices=True, oob_mode
     that the indices name. An index twice in such an addition is refused: the order is not defined.
     """
     with np.errstate(all="ignore"):
-        if dst.indirect is None and all(src.indirect is None for src in srcs):
+        if dst.runtime is None and all(src.runtime is None for src in srcs):
             for src in srcs:
                 operands.no_alias(dst, src=src)
             total = dtypes.to_float32(loaded(srcs[0])).reshape(dst.shape)
@@ -364,10 +364,10 @@ def dma_compute(dst, srcs, reduce_op, scales=None, unique_indices=True, oob_mode
             stored(dst, total)
             return
         other = next(src for src in srcs if not _same_view(src, dst))
-        picked = _Rows(dst if dst.indirect is not None else other, oob_mode is OobMode.skip)
+        picked = _Rows(dst if dst.runtime is not None else other, oob_mode is OobMode.skip)
         moves, count = picked.inside, picked.index.size
-        rows = _split(other if dst.indirect is not None else dst, count)
-        target, source = (picked, rows) if dst.indirect is not None else (rows, picked)
+        rows = _split(other if dst.runtime is not None else dst, count)
+        target, source = (picked, rows) if dst.runtime is not None else (rows, picked)
         if target is picked and np.unique(picked.index[moves]).size != np.count_nonzero(moves):
             raise NKIError("scatter-unique", "two indices of a scatter that adds are equal")
         shape = (np.count_nonzero(moves), *target.window.shape[1:])

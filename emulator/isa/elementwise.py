@@ -104,7 +104,7 @@ def tensor_copy(dst, src, engine=Engine.unknown, name=None):
 
     Either side may have a ``scalar_offset``.
     """
-    if dst.indirect is not None or src.indirect is not None:
+    if dst.runtime is not None or src.runtime is not None:
         dst, src = dst.moved(), src.moved()
         operands.no_alias(dst, src=src)
     # What was never written may be moved, not used: the copy holds nothing then either.

@@ -1037,6 +1037,7 @@ case("instruction that is missing", "not-implemented", lambda: nisa.topk(1, 2, 3
 case("function that is missing", "not-implemented", lambda: nl.load(hbm(2, 2)), lambda: nl.ds(0, 1), "nl.load")
 case("instruction of trn3", "target", lambda: nisa.quantize_mx(sb(2, 2), sb(2, 2), sb(2, 2)), lambda: None, "trn3")
 case("operator of trn3", "target", lambda: nl.abs_max(1, 2), lambda: None, "nl.abs_max")
+case("view of trn3", "target", lambda: shared(2, 2).indirect(sb(2, 1)), lambda: shared(2, 2)[0:1], "tensor.indirect")
 case(
     "priority of trn3",
     "target",

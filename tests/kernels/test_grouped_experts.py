@@ -198,8 +198,8 @@ def traffic(monkeypatch, kernel, *args):
         for t, counts in ((src, reads), (dst, writes)):
             if not t.buffer.on_chip:
                 size = t.size
-                if t.indirect is not None and t.indirect.per_partition:
-                    index = t.indirect.index.array()
+                if t.runtime is not None and t.runtime.per_partition:
+                    index = t.runtime.index.array()
                     size = size // index.size * int((index >= 0).sum())
                 counts[t.name or str(t.storage.shape)] += size * emulator.dtypes.itemsize(t.dtype)
         dma_copy(dst, src, **kwargs)
