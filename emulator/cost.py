@@ -195,10 +195,13 @@ def iota(dst, pattern, offset=0, channel_multiplier=0, name=None):
     return _busy("gpsimd", 150 + dst.free_size)
 
 
-def nc_matmul(dst, stationary, moving, *args, **kwargs):
-    """The moving operand streams through at a column a cycle; fp32 takes four passes."""
+def nc_matmul(dst, stationary, moving, is_stationary_onezero=False, is_moving_onezero=False, *args, **kwargs):
+    """The moving operand streams through at a column a cycle; fp32 takes four passes, or two if one side is 0 and 1."""
     cycles = max(min(MIN_II, stationary.free_size), moving.free_size)
-    ns = cycles * (4 if stationary.dtype == "float32" else 1) / GHZ["tensor"]
+    passes = 1
+    if stationary.dtype == "float32":
+        passes = 2 if is_stationary_onezero or is_moving_onezero else 4
+    ns = cycles * passes / GHZ["tensor"]
     flops = 2 * stationary.shape[0] * stationary.free_size * moving.free_size
     return Cost("tensor", ns, flops=flops, issued=2 * 128 * 128 * cycles)
 

@@ -80,6 +80,7 @@ RULES: dict[str, tuple[str, str, str]] = {
     "matmul-contraction": ("stationary and moving have equal partitions", "isa.nc_matmul", "0.2"),
     "matmul-identity": ("a transpose has the identity as moving operand", "isa.nc_matmul", "0.2"),
     "matmul-moving": ("moving has up to 512 free elements", "isa.nc_matmul", "0.2"),
+    "matmul-onezero": ("what is said to hold 0 and 1 holds nothing else", "isa.nc_matmul", "0.3"),
     "matmul-shape": ("the result is [stationary free, moving free]", "isa.nc_matmul", "0.2"),
     "matmul-stationary": ("stationary has up to 128 free elements, or the columns of its tile", "isa.nc_matmul", "0.2"),
     "matmul-tile": ("tiles of the array are 32, 64 or 128, at multiples, on their partitions", "isa.nc_matmul", "0.2"),

@@ -16,14 +16,14 @@ import nki.language as nl
 
 # Positions per tile: one per SBUF partition.
 TILE_ROWS = 128
-# Bytes per partition for the tiles of one chunk of heads. Twice that, so that the next chunk loads while this one
-# computes, and two tables (8 KiB each at most) fit the 207 KiB a kernel may use on trn2.
-CHUNK_BYTES = 88 * 1024
-# Columns of one half that a chunk covers; more than any model's head_dim / 2.
-CHUNK_COLUMNS = 512
-# Bytes per partition of PSUM for the sines of a tile and the products of some heads: half of it, as above.
-PSUM_BYTES = 8 * 1024
-SIZE_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Columns of one half that a chunk covers, so that a head fits one bank of PSUM; no model's head_dim is larger.
+CHUNK_COLUMNS = 256
+# fp32 columns of a bank: what the Tensor engine adds at a time. So many banks of heads are loaded and stored together.
+BANK_COLUMNS = 512
+CHUNK_BANKS = 8
+# The Vector engine rotates one of so many banks alone; the others it shares with GpSimd, which multiplies, and with the
+# Tensor engine, which adds. So all three are busy equally long, and less than the DMA of trn2.
+SHARED_BANKS = 6
 
 
 @nki.jit
@@ -50,11 +50,16 @@ def rope(query, key, rope_cache, positions=None, heads_first=False, backward=Fal
         launch take halves of the sequence and never write the same memory. A position outside the table is
         a run-time error of the DMA, which never reads outside it.
 
-        An operand in PSUM halves the cycles of the Vector engine, so the sines and one of the two products live
-        there; GpSimd, which does not reach PSUM, computes the other product at the same time.
+        The work is divided so that the DMA limits: for most heads GpSimd multiplies by the cosines, Vector by the
+        sines, the Tensor engine adds (the identity times one product, then the other, into one place of PSUM,
+        exact in fp32) and Scalar rounds the sum into SBUF; for the rest Vector does everything. An operand in PSUM
+        halves the cycles of the Vector engine, so its tables and one product live there. The Tensor engine
+        multiplies all positions of a tile by 0 or 1: a value that is not finite may make NaN of the same element
+        of its 128 positions.
 
-        SBUF per partition: a chunk of heads at most CHUNK_BYTES, its table at most 8 KiB, each twice. PSUM:
-        PSUM_BYTES for sines and products together, twice.
+        Per partition, for one chunk of heads: 32 KiB of SBUF for fp32 inputs and outputs, 32 KiB for products and
+        4 KiB for the table; of PSUM 4 KiB for the table, a bank for a product of the Vector engine and one for a sum
+        of the Tensor engine. Half of both memories at most, so that the next chunk can begin.
 
     Pseudocode:
         for rows of the sequence in tiles of 128 (this core's half):
@@ -87,6 +92,8 @@ def rope(query, key, rope_cache, positions=None, heads_first=False, backward=Fal
     tables = rope_cache.reshape((num_batch * table_rows, 2 * head_dim)) if table_per_batch else rope_cache
     half = head_dim // 2
     first, last = _my_rows(num_positions)
+    bank = 0  # counts banks of heads, of which the engines take turns
+    identity = _identity(min(TILE_ROWS, last - first)) if last > first else None
     for row in range(first, last, TILE_ROWS):
         num_rows = min(TILE_ROWS, last - row)
         for column in range(0, half, CHUNK_COLUMNS):
@@ -98,8 +105,9 @@ def rope(query, key, rope_cache, positions=None, heads_first=False, backward=Fal
                         index = _load_index(positions, batch if positions_per_batch else 0, row, num_rows)
                     first_row = batch * table_rows if table_per_batch else 0
                     table = _load_table(tables, first_row, index, row, num_rows, column, num_columns, backward)
-                _rotate_heads(query, query_out, table, batch, row, num_rows, column, num_columns, heads_first)
-                _rotate_heads(key, key_out, table, batch, row, num_rows, column, num_columns, heads_first)
+                for source, result in ((query, query_out), (key, key_out)):
+                    tile = (batch, row, num_rows, column, num_columns)
+                    bank = _rotate_heads(source, result, table, identity, tile, heads_first, bank)
     return query_out, key_out
 
 
@@ -119,6 +127,15 @@ def _my_rows(num_positions):
     return first, min(num_positions, first + per_core)
 
 
+def _identity(size):
+    """The identity matrix, (size, size) fp32 @ SBUF."""
+    distance = nl.ndarray((size, size), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.iota(dst=distance, pattern=[[-1, size]], channel_multiplier=1)
+    identity = nl.ndarray((size, size), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=identity, data=distance, op0=nl.equal, operand0=0)
+    return identity
+
+
 def _load_index(positions, batch, row, num_rows):
     """Positions of one tile, one per partition: (P, 1) int32 @ SBUF."""
     index = nl.ndarray((num_rows, 1), dtype=nl.int32, buffer=nl.sbuf)
@@ -128,10 +145,10 @@ def _load_index(positions, batch, row, num_rows):
 
 
 def _load_table(rope_cache, first_row, index, row, num_rows, column, num_columns, backward):
-    """The table of one tile, (P, cos or sin, half, C) @ SBUF, and its signed sines, (P, half, C) fp32 @ PSUM.
+    """The table of one tile, (P, cos or sin, half, C) @ SBUF, and for the Vector engine (P, .., half, C) fp32 @ PSUM.
 
-    The second is what the *other* half of x is multiplied with: (-sin1, sin2) forward, (sin2, -sin1) backward.
-    Rows count from ``first_row``, the table of this batch.
+    In the second the sines are signed and lie where the *other* half of x meets them: (-sin1, sin2) forward,
+    (sin2, -sin1) backward. Rows count from ``first_row``, the table of this batch.
     """
     head_dim = rope_cache.shape[1] // 2
     half = head_dim // 2
@@ -144,36 +161,35 @@ def _load_table(rope_cache, first_row, index, row, num_rows, column, num_columns
         source = rope_cache.ap(pattern, offset=start, vector_offset=index, indirect_dim=0)
     nisa.dma_copy(dst=table, src=source)
 
-    cross = nl.ndarray((num_rows, 2, num_columns), dtype=nl.float32, buffer=nl.psum)
+    wide = nl.ndarray((num_rows, 2, 2, num_columns), dtype=nl.float32, buffer=nl.psum)
+    nisa.tensor_copy(dst=wide[:, 0, :, :], src=table[:, 0, :, :], engine=nisa.vector_engine)
     minus, plus = (1, 0) if backward else (0, 1)  # halves that -sin1 and sin2 go to
     nisa.tensor_scalar(
-        dst=cross[:, minus, :],
-        data=table[:, 1, 0, :],
-        op0=nl.multiply,
-        operand0=-1.0,
-        engine=nisa.vector_engine,
+        dst=wide[:, 1, minus, :], data=table[:, 1, 0, :], op0=nl.multiply, operand0=-1.0, engine=nisa.vector_engine
     )
-    nisa.tensor_copy(dst=cross[:, plus, :], src=table[:, 1, 1, :], engine=nisa.scalar_engine)
-    return table, cross
+    nisa.tensor_copy(dst=wide[:, 1, plus, :], src=table[:, 1, 1, :], engine=nisa.vector_engine)
+    return table, wide
 
 
-def _rotate_heads(source, result, table, batch, row, num_rows, column, num_columns, heads_first):
-    """Rotate all heads of one tile of positions, in chunks of heads that fit SBUF."""
+def _rotate_heads(source, result, table, identity, tile, heads_first, bank):
+    """Rotate all heads of one tile of positions, in chunks. Returns ``bank``, counted on."""
+    batch, row, num_rows, column, num_columns = tile
     num_heads = _dimensions(source, heads_first)[2]
-    # Input and output tile in the tensor's dtype, one fp32 product.
-    head_bytes = 2 * num_columns * (2 * SIZE_OF[source.dtype] + 4)
-    per_chunk = max(1, CHUNK_BYTES // head_bytes)
+    per_bank = BANK_COLUMNS // (2 * num_columns)
+    per_chunk = CHUNK_BANKS * per_bank
     for head in range(0, num_heads, per_chunk):
         count = min(per_chunk, num_heads - head)
         pattern, offset = _access(source, batch, row, num_rows, head, count, column, num_columns, heads_first)
         x = nl.ndarray((num_rows, count, 2, num_columns), dtype=source.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=x, src=source.ap(pattern, offset=offset))
         y = nl.ndarray((num_rows, count, 2, num_columns), dtype=source.dtype, buffer=nl.sbuf)
-        per_product = PSUM_BYTES // (2 * num_columns * 4) - 1  # what the sines leave, in heads
-        for first in range(0, count, per_product):
-            heads = slice(first, min(count, first + per_product))
-            _rotate(y[:, heads, :, :], x[:, heads, :, :], table)
+        for first in range(0, count, per_bank):
+            heads = slice(first, min(count, first + per_bank))
+            on_vector = bank % SHARED_BANKS == SHARED_BANKS - 1
+            _rotate(y[:, heads, :, :], x[:, heads, :, :], table, None if on_vector else identity)
+            bank = bank + 1
         nisa.dma_copy(dst=result.ap(pattern, offset=offset), src=y)
+    return bank
 
 
 def _access(tensor, batch, row, num_rows, head, count, column, num_columns, heads_first):
@@ -187,17 +203,29 @@ def _access(tensor, batch, row, num_rows, head, count, column, num_columns, head
     return [[row_step, num_rows], [head_step, count], [head_dim // 2, 2], [1, num_columns]], offset
 
 
-def _rotate(y, x, table):
-    """y = x * cos + other half of x * signed sin, for some heads (P, N, 2, C). Products in fp32."""
-    table, cross = table
-    num_rows, count, _, num_columns = x.shape
+def _rotate(y, x, table, identity):
+    """y = x * cos + other half of x * signed sin, for a bank of heads (P, N, 2, C). Products and sum in fp32.
+
+    Without ``identity`` on the Vector engine alone, else on GpSimd, Vector, Tensor and Scalar engine.
+    """
+    table, wide = table
+    num_rows, num_heads, _, num_columns = x.shape
+    on_vector = identity is None
     # The table is one row per position: a step of 0 repeats it for every head.
-    cos_step, cross_step = 4 * num_columns, 2 * num_columns
+    rows = [4 * num_columns, num_rows]
     straight = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
-    cos = table.ap([[cos_step, num_rows], [0, count], [num_columns, 2], [1, num_columns]], offset=0)
-    nisa.tensor_tensor(dst=straight, data1=x, data2=cos, op=nl.multiply, engine=nisa.gpsimd_engine)
-    crossed = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.psum)
+    cos = (wide if on_vector else table).ap([rows, [0, num_heads], [num_columns, 2], [1, num_columns]], offset=0)
+    engine = nisa.vector_engine if on_vector else nisa.gpsimd_engine
+    nisa.tensor_tensor(dst=straight, data1=x, data2=cos, op=nl.multiply, engine=engine)
+    crossed = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.psum if on_vector else nl.sbuf)
     for half in range(2):
-        sin = cross.ap([[cross_step, num_rows], [0, count], [1, num_columns]], offset=half * num_columns)
+        sin = wide.ap([rows, [0, num_heads], [1, num_columns]], offset=(2 + half) * num_columns)
         nisa.tensor_tensor(dst=crossed[:, :, half, :], data1=x[:, :, 1 - half, :], data2=sin, op=nl.multiply)
-    nisa.tensor_tensor(dst=y, data1=straight, data2=crossed, op=nl.add)
+    if on_vector:
+        nisa.tensor_tensor(dst=y, data1=straight, data2=crossed, op=nl.add)
+        return
+    total = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.psum)
+    ones = identity[0:num_rows, 0:num_rows]
+    for product in (straight, crossed):
+        nisa.nc_matmul(dst=total, stationary=ones, moving=product, is_stationary_onezero=True)
+    nisa.tensor_copy(dst=y, src=total, engine=nisa.scalar_engine)

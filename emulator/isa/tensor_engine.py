@@ -190,12 +190,17 @@ def nc_matmul(
 
     ``perf_mode`` double_row: float8 operands ``[K, 2, free]``, summed over both leading dimensions.
 
+    ``is_stationary_onezero``, ``is_moving_onezero``: the operand holds zeros and ones, which makes fp32 faster.
+
     ``is_transpose``: moving is the identity, dst is stationary.T bit for bit.
     """
     if is_transpose:
         _transpose(dst, stationary)
         dst.written()[...] = _MATMUL
         return
+    for what, t, said in (("stationary", stationary, is_stationary_onezero), ("moving", moving, is_moving_onezero)):
+        if said and not (((values := _flat(t)) == 0) | (values == 1)).all():
+            raise NKIError("matmul-onezero", f"is_{what}_onezero, and {t!r} holds other values than 0 and 1")
     double = _double_row(perf_mode)
     with np.errstate(all="ignore"):
         rows, columns = _unwritten_columns(stationary, double), _unwritten_columns(moving, double)

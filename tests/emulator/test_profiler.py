@@ -76,6 +76,16 @@ CYCLES = {
         "tensor",
         2048,
     ),
+    "matmul fp32 by zeros and ones": (
+        lambda: nisa.nc_matmul(
+            psum(128, 512),
+            sbuf(128, 128, dtype=nl.float32),
+            sbuf(128, 512, dtype=nl.float32),
+            is_stationary_onezero=True,
+        ),
+        "tensor",
+        1024,
+    ),
     "transpose": (lambda: nisa.nc_transpose(psum(128, 128, dtype=nl.bfloat16), sbuf(128, 128)), "tensor", 128),
 }
 

@@ -965,6 +965,14 @@ pair(
     "moving",
 )
 pair(
+    "twos that are said to be ones",
+    "matmul-onezero",
+    lambda v: nisa.nc_matmul(ps(8, 8), filled(v, 8, 8), filled(2, 8, 8), is_stationary_onezero=True),
+    2,
+    1,
+    "is_stationary_onezero",
+)
+pair(
     "matmul transposes to another dtype",
     "dtype",
     lambda d: nisa.nc_matmul(

@@ -138,12 +138,26 @@ def test_each_element_crosses_hbm_once(monkeypatch, lnc):
 
 
 def test_two_chunks_and_two_tables_fit_on_chip():
-    chip = emulator.arch.TRN2
-    table = 2 * 2 * module.CHUNK_COLUMNS * 4  # cosines and sines, both halves, fp32
-    one_head = 2 * module.CHUNK_COLUMNS * (4 + 4 + 4)  # input, output and one product in fp32
-    assert 2 * (table + max(module.CHUNK_BYTES, one_head)) <= chip.sbuf_usable_bytes
-    assert chip.psum_bytes == 2 * module.PSUM_BYTES
-    assert module.PSUM_BYTES // (2 * module.CHUNK_COLUMNS * 4) >= 2  # the sines and one head
+    """The largest: fp32, and a head fills a bank of PSUM."""
+    query, key = (np.empty((1, 128, heads, 512), np.float32) for heads in (40, 8))
+    (core,) = emulator.profile(module.rope, shape_only=True)(query, key, np.empty((128, 1024), np.float32)).cores
+    assert 2 * core.sbuf <= emulator.arch.TRN2.sbuf_usable_bytes
+    assert 2 * core.psum <= emulator.arch.TRN2.psum_bytes
+
+
+def test_what_is_not_finite_stays_in_its_tile():
+    """The Tensor engine multiplies other positions of the tile by 0; nothing else may change."""
+    rng = np.random.default_rng(9)
+    query, key, table = inputs(rng, (1, 300, 64), (3, 1), np.float32)
+    clean = emulator.simulate(rope)(query, key, table)
+    query[0, 130, 1, 5] = np.inf
+    with np.errstate(all="ignore"):
+        got = emulator.simulate(rope)(query, key, table)
+    np.testing.assert_array_equal(got[1], clean[1])
+    reached = ~np.isfinite(got[0])
+    assert reached[0, 130, 1, [5, 37]].all()
+    assert not reached[:, :128].any() and not reached[:, 256:].any() and not reached[:, :, [0, 2]].any()
+    np.testing.assert_array_equal(got[0][~reached], clean[0][~reached])
 
 
 @pytest.mark.parametrize("lnc, seq", [(1, 128), (2, 512), (2, 0)])
