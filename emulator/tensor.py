@@ -27,9 +27,8 @@ class MemoryRegion(enum.Enum):
     private_hbm = "private_hbm"
     shared_hbm = "shared_hbm"
 
-    @property
-    def on_chip(self) -> bool:
-        return self in (MemoryRegion.sbuf, MemoryRegion.psum)
+    def __init__(self, value: str):
+        self.on_chip: bool = value in ("sbuf", "psum")
 
 
 class Storage:
