@@ -37,6 +37,14 @@ FILES = [
     ("core/max/test_cascaded_max.py", ("-m", "fast"), 24),
     ("core/router_topk/test_router_topk.py", ("-m", "fast"), 185),
     ("core/cumsum/test_cumsum.py", ("-m", "fast"), 3),
+    ("core/output_projection/test_output_proj_cte.py", ("-m", "fast"), 36),
+    ("core/qkv/test_qkv_cte.py", ("-m", "fast"), 15),
+    ("core/subkernels/test_find_nonzero_indices.py", ("-m", "fast"), 5),
+    ("core/subkernels/test_indexed_flatten.py", ("-m", "fast"), 5),
+    ("core/subkernels/test_layernorm_tkg.py", ("-m", "fast"), 4),
+    ("core/subkernels/test_rmsnorm_tkg.py", ("-m", "fast"), 8),
+    ("experimental/conv/test_conv1d.py", ("-m", "fast"), 34),
+    ("experimental/conv/test_depthwise_conv1d.py", ("-m", "fast"), 5),
 ]
 
 
