@@ -1,0 +1,453 @@
+"""The report: one table, the targets, and plots, from the rows of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trn_kernels.benchmarks import grouped_experts, rope, steps
+from trn_kernels.benchmarks.measure import CAPTURE
+from trn_kernels.emulator import cost
+from trn_kernels.emulator.profiler import ENGINES
+
+Row = dict[str, str]
+OURS = "trn_kernels"
+# The palette of Okabe and Ito, which the colour-blind tell apart.
+COLORS = {
+    "time": "#0072B2",
+    "overlapped": "#56B4E9",
+    "hbm": "#D55E00",
+    "pe": "#009E73",
+    "ours": "#0072B2",
+    "other": "#E69F00",
+}
+
+
+def number(row: Row, column: str) -> float:
+    return float(row[column])
+
+
+def kernel_of(row: Row) -> str:
+    return f"{row['op']} {row['direction']}" + ("" if row["implementation"] == OURS else f" ({row['implementation']})")
+
+
+def ratio_of(row: Row) -> float:
+    """Time over the least time of the problem."""
+    return number(row, "time_us") / number(row, "bound_us")
+
+
+def bytes_of(row: Row) -> float:
+    """HBM bytes over the least of the problem."""
+    return number(row, "hbm_bytes") / number(row, "min_bytes")
+
+
+# -- tables ---------------------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The table, a row per measurement."""
+    lines = [
+        "| kernel | shape | LNC | backend | time, us | overlapped, us | bound, us | ratio | bytes over minimum "
+        "| limiting engine |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        time = f"{number(row, 'time_us'):,.1f}"
+        cells = [kernel_of(row), row["shape"], row["lnc"], row["backend"], time]
+        if row["backend"] == "cpu":
+            # A bound of another machine says nothing about it; only its rows can be compared with each other.
+            first = next(r for r in rows if r["backend"] == "cpu" and _problem(r) == _problem(row))
+            relative = number(row, "time_us") / number(first, "time_us")
+            cells += ["", "", f"{relative:.2f} of {first['implementation']}", "", ""]
+        else:
+            cells += [
+                f"{number(row, 'overlapped_us'):,.1f}" if row["overlapped_us"] else "",
+                f"{number(row, 'bound_us'):,.1f}",
+                f"{ratio_of(row):.2f}",
+                f"{bytes_of(row):.3f}" if row["hbm_bytes"] else "",
+                row["limiting_engine"],
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _problem(row: Row) -> tuple[str, ...]:
+    return row["op"], row["direction"], row["shape"], row["lnc"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """``value`` of the rows against ``limit``; ``most`` tells which side is good. None: a row was not measured."""
+
+    text: str
+    limit: float
+    value: float | None
+    most: bool = True
+
+    @property
+    def reached(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.limit if self.most else self.value >= self.limit
+
+
+def targets(rows: list[Row]) -> list[Target]:
+    """How fast the kernels are meant to be by the cost model, and how fast they are."""
+    model = {(*_problem(r), r["implementation"]): r for r in rows if r["backend"] == "model"}
+
+    def value(function: Callable[..., float], *keys) -> float | None:
+        found = [model.get(key) for key in keys]
+        return None if None in found else function(*found)
+
+    def rope_key(table, gathered=False, implementation=OURS):
+        return ("rope", "forward", rope.shape_of("Qwen3-30B-A3B", 4096, table, gathered), "2", implementation)
+
+    fp32, bf16 = rope_key(torch.float32), rope_key(torch.bfloat16)
+    made = [
+        Target("rope, fp32 table: bytes over the minimum", 1.0, value(bytes_of, fp32)),
+        Target("rope, fp32 table: time over its bound", 1.5, value(ratio_of, fp32)),
+        Target("rope, bf16 table: time over its bound", 1.15, value(ratio_of, bf16)),
+    ]
+    for name, plain in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        change = value(_time_over, rope_key(plain, True), rope_key(plain))
+        made.append(Target(f"rope, {name} table: time with gathered positions over time without", 1.1, change))
+    published = [key for key in model if key[4].startswith("published") and key[:4] == fp32[:4]]
+    fewer = value(_bytes_over, published[0], fp32) if published else None
+    made.append(Target("rope, fp32 table: bytes of the published operator over ours", 2.8, fewer, most=False))
+
+    def expert_key(problem, direction, implementation=OURS):
+        return ("grouped_experts", direction, problem.shape, "2", implementation)
+
+    problems = [make(tokens) for make in (grouped_experts.reduced, grouped_experts.whole) for tokens in (4096, 16384)]
+    for problem in problems:
+        name = f"experts, top {problem.top_k} of {problem.num_experts}, {problem.tokens:,} tokens"
+        for direction, limit in (("forward", 1.25), ("backward", 1.35)):
+            key = expert_key(problem, direction)
+            made.append(Target(f"{name}, {direction}: time over its bound", limit, value(ratio_of, key)))
+            if problem.tokens == 16384:
+                text = f"{name}, {direction}: issued over useful FLOPs"
+                made.append(Target(text, 1.15, value(_issued_over_useful, key)))
+            for other in (key for key in model if key[:4] == expert_key(problem, direction)[:4]):
+                if other[4].startswith("nkilib"):
+                    for what, function in (("bytes", _bytes_over), ("time", _time_over)):
+                        text = f"{name}, {direction}: {what} over that of {other[4]}"
+                        made.append(Target(text, 1.0, value(function, key, other)))
+    return made
+
+
+def _time_over(row: Row, other: Row) -> float:
+    return number(row, "time_us") / number(other, "time_us")
+
+
+def _bytes_over(row: Row, other: Row) -> float:
+    return number(row, "hbm_bytes") / number(other, "hbm_bytes")
+
+
+def _issued_over_useful(row: Row) -> float:
+    return number(row, "issued_flops") / number(row, "flops")
+
+
+def target_table(rows: list[Row]) -> list[str]:
+    lines = ["| target | limit | now | reached |", "|---|---|---|---|"]
+    for target in targets(rows):
+        limit = f"{'at most' if target.most else 'at least'} {target.limit:g}"
+        now = "not measured" if target.value is None else f"{target.value:.3f}"
+        reached = {None: "", True: "yes", False: "no"}[target.reached]
+        lines.append(f"| {target.text} | {limit} | {now} | {reached} |")
+    return lines
+
+
+def device_table(rows: list[Row]) -> list[str]:
+    """Compile, first call and steady state of the device's rows."""
+    lines = [
+        "| kernel | shape | LNC | compile, ms | first call, ms | median, us | fastest, us | slowest, us | queued, us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in (r for r in rows if r["backend"] == "trn2"):
+        cells = [kernel_of(row), row["shape"], row["lnc"]]
+        cells += [f"{number(row, column) / 1000:,.1f}" for column in ("compile_us", "first_us")]
+        cells += [f"{number(row, c):,.1f}" for c in ("time_us", "fastest_us", "slowest_us", "queued_us")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+HOW = f"""\
+A row is a launch, or a few one after the other. **time** is, by `model`, the time with the dependencies between
+instructions; **overlapped** the time if all engines worked at once. **bound** is the least time of the problem on its
+cores: the larger of the bytes that nobody can avoid over {cost.HBM_GB_PER_S:.1f} GB/s and of the useful FLOPs over
+{cost.PE_TFLOPS:.1f} TFLOPS, per core. **ratio** is time over bound; **bytes over minimum** what is moved over what
+must be. The sources of all constants are in `emulator/cost.py`.
+
+Backends: `model` is the emulator's cost model, no measurement. `trn2` is measured on a Neuron device: the median of
+synchronised calls. `cpu` is PyTorch on the CPU of the machine that made this report; such times can only be compared
+with each other, which is what their ratio does, and no NKI kernel ran there.
+
+Shapes: "balanced" routing is what uniform draws give, so experts differ; "equal" gives all the same; "skewed" draws
+expert i in proportion to 1 / (i + 1); "one expert" gets every row. "forward" of the experts keeps what the backward
+needs, "inference" does not; "both" is forward and backward.
+
+For comparison: the published RoPE permutes and copies queries and keys before and after `rope_hf`; a copy counts as
+one DMA from HBM to HBM, the least it can cost. nki-library's blockwise kernels get the same sorted rows in blocks of
+256, as many blocks as a kernel without dropped tokens must be compiled for, and no scaling by the router. Its rows
+appear where `NKILIB_SRC` names a checkout of it."""
+
+
+# -- plots ----------------------------------------------------------------------------------------------
+
+
+def _label(row: Row) -> str:
+    shape = row["shape"].replace("Qwen3-", "").replace(", bf16", "")
+    return f"{kernel_of(row)}, LNC {row['lnc']}\n{shape}"
+
+
+def _model(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["backend"] == "model"]
+
+
+def _panels(rows: list[Row], width: float = 11, header: float = 0.9):
+    """A figure with a panel per operator, as high as its rows are many."""
+    import matplotlib.pyplot as plt
+
+    groups = [[r for r in rows if r["op"] == op] for op in dict.fromkeys(r["op"] for r in rows)]
+    heights = [len(group) + 1.5 for group in groups]
+    figure, axes = plt.subplots(
+        len(groups),
+        1,
+        figsize=(width, 0.42 * sum(heights) + header),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, group in zip(axes[:, 0], groups, strict=True):
+        axis.set_yticks(range(len(group)), [_label(row) for row in group], fontsize=7)
+        axis.set_ylim(len(group) - 0.4, -0.6)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    return figure, list(zip(axes[:, 0], groups, strict=True))
+
+
+def plot_time(rows: list[Row]):
+    """Modelled times against both bounds."""
+    figure, panels = _panels(_model(rows))
+    for axis, group in panels:
+        for y, row in enumerate(group):
+            cores = int(row["lnc"])
+            color = COLORS["ours" if row["implementation"] == OURS else "other"]
+            hbm = number(row, "min_bytes") / cost.HBM_GB_PER_S / cores / 1000
+            pe = number(row, "flops") / cost.PE_TFLOPS / cores / 1e6
+            time = number(row, "time_us")
+            axis.barh(y, time, color=color, height=0.6)
+            axis.plot(number(row, "overlapped_us"), y, "|", color="white", markersize=11, markeredgewidth=2)
+            axis.plot(hbm, y, "D", color="white", markeredgecolor="black", markersize=5)
+            if pe:
+                axis.plot(pe, y, "o", color="black", markersize=4)
+            axis.annotate(
+                f"{ratio_of(row):.2f}", (time, y), (4, 0), textcoords="offset points", va="center", fontsize=7
+            )
+        axis.set_xlabel("us, model (figure at the end: time over the larger bound)", fontsize=8)
+        axis.margins(x=0.06)
+        axis.set_xlim(left=0)
+    _legend(
+        figure,
+        [
+            ("bar", COLORS["ours"], "ours"),
+            ("bar", COLORS["other"], "others"),
+            ("|", "white", "if engines overlapped perfectly"),
+            ("D", "white", "HBM bound of the problem"),
+            ("o", "black", "tensor engine bound of the problem"),
+        ],
+    )
+    return figure
+
+
+def _legend(figure, entries) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles = []
+    for kind, color, label in entries:
+        if kind == "bar":
+            handles.append(Patch(color=color, label=label))
+        elif kind == "|":
+            # White on a bar; in the legend it needs a ground.
+            line = Line2D([], [], color=COLORS["ours"], linewidth=8, marker="|", markersize=9, label=label)
+            line.set_markeredgecolor(color)
+            line.set_markeredgewidth(2)
+            handles.append(line)
+        else:
+            handles.append(
+                Line2D(
+                    [], [], linestyle="", marker=kind, color=color, markeredgecolor="black", markersize=5, label=label
+                )
+            )
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def plot_bytes(rows: list[Row]):
+    """HBM bytes against the least that is possible."""
+    figure, panels = _panels(_model(rows))
+    for axis, group in panels:
+        for y, row in enumerate(group):
+            moved, least = number(row, "hbm_bytes") / 1e6, number(row, "min_bytes") / 1e6
+            color = COLORS["ours" if row["implementation"] == OURS else "other"]
+            axis.barh(y, moved, color=color, height=0.6)
+            axis.plot([least, least], [y - 0.38, y + 0.38], color="black", linewidth=2)
+            axis.annotate(
+                f"{moved / least:.2f}", (moved, y), (4, 0), textcoords="offset points", va="center", fontsize=7
+            )
+        axis.set_xlabel("MB of HBM read and written, model (figure at the end: over the minimum)", fontsize=8)
+        axis.margins(x=0.06)
+        axis.set_xlim(left=0)
+    _legend(figure, [("bar", COLORS["ours"], "ours"), ("bar", COLORS["other"], "others"), ("|", "black", "minimum")])
+    return figure
+
+
+def plot_engines(rows: list[Row]):
+    """How much of the time each engine works."""
+    figure, panels = _panels(_model(rows), width=9, header=0.4)
+    for axis, group in panels:
+        share = [[number(row, f"{e}_us") / number(row, "time_us") for e in ENGINES] for row in group]
+        axis.grid(False)
+        axis.imshow(share, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+        axis.set_xticks(range(len(ENGINES)), ENGINES, fontsize=8)
+        axis.xaxis.tick_top()
+        axis.tick_params(length=0)
+        for y, values in enumerate(share):
+            for x, value in enumerate(values):
+                color = "black" if value > 0.55 else "white"
+                axis.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=7, color=color)
+    figure.suptitle("Share of the modelled time in which an engine works (model)", fontsize=10)
+    return figure
+
+
+ROPE_OPERATIONS = 3
+"""Multiplications and additions per element that a rotation takes: two products and a sum."""
+
+
+def _operations(row: Row) -> float:
+    if row["op"] == "rope":
+        # Of the queries and keys alone, whatever the table: bf16, read and written.
+        length = int(row["shape"].split("S ")[1].split(",")[0])
+        heads = sum(int(n) for n in row["shape"].split(", ")[2].removesuffix(" heads").split("+"))
+        return ROPE_OPERATIONS * length * heads * rope.HEAD_DIM * (2 if row["direction"] == "both" else 1)
+    return number(row, "flops")
+
+
+def plot_roofline(rows: list[Row]):
+    """Useful operations per second over operations per byte that is moved, per core."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
+    intensity = np.logspace(-1.5, 3.3, 200)
+    roof = np.minimum(cost.PE_TFLOPS, intensity * cost.HBM_GB_PER_S / 1000)
+    axis.loglog(intensity, roof, color="black", linewidth=1.5)
+    axis.annotate(f"HBM {cost.HBM_GB_PER_S:.0f} GB/s", (0.6, 0.26), rotation=37, fontsize=8, ha="center")
+    axis.annotate(f"tensor engine {cost.PE_TFLOPS:.1f} TFLOPS (bf16)", (700, 84), fontsize=8, ha="center")
+    markers = {"forward": "o", "inference": "^", "backward": "s"}
+    for row in _model(rows):
+        if row["direction"] == "both":
+            continue
+        operations = _operations(row)
+        x = operations / number(row, "hbm_bytes")
+        y = operations / number(row, "time_us") / 1e6 / int(row["lnc"])
+        color = COLORS["ours" if row["implementation"] == OURS else "other"]
+        axis.plot(x, y, markers[row["direction"]], color=color, markeredgecolor="black", markersize=7, alpha=0.85)
+    axis.text(0.55, 0.022, "RoPE", fontsize=10, weight="bold")
+    axis.text(150, 3.2, "experts", fontsize=10, weight="bold")
+    axis.set_xlabel("useful operations per byte of HBM that is moved")
+    axis.set_ylabel("useful TFLOPS of one core, model")
+    axis.grid(which="both", alpha=0.2)
+    _legend(
+        figure,
+        [
+            ("bar", COLORS["ours"], "ours"),
+            ("bar", COLORS["other"], "others"),
+            *((marker, "white", direction) for direction, marker in markers.items()),
+        ],
+    )
+    return figure
+
+
+def plot_scaling(rows: list[Row]):
+    """Time and bound over sequence length and over tokens."""
+    import matplotlib.pyplot as plt
+
+    names = sorted({row["series"] for row in _model(rows) if row["series"]})
+    figure, axes = plt.subplots(1, max(1, len(names)), figsize=(4.2 * max(1, len(names)), 4), layout="constrained")
+    for axis, name in zip([axes] if len(names) < 2 else axes, names, strict=False):
+        points = sorted((r for r in _model(rows) if r["series"] == name), key=lambda r: int(r["at"]))
+        at = [int(row["at"]) for row in points]
+        for label, column, style in (
+            ("time", "time_us", "o-"),
+            ("overlapped", "overlapped_us", "s--"),
+            ("bound", "bound_us", "k:"),
+        ):
+            color = {} if column == "bound_us" else {"color": COLORS[label]}
+            axis.loglog(at, [number(row, column) for row in points], style, label=label, **color)
+        axis.set_xticks(at, [f"{x // 1024}k" for x in at])
+        axis.minorticks_off()
+        axis.set_title(f"{points[0]['op']}, {name}", fontsize=9)
+        axis.set_xlabel(name.split(",")[0], fontsize=8)
+        axis.grid(alpha=0.3)
+    first = axes if len(names) < 2 else axes[0]
+    first.set_ylabel("us, model", fontsize=8)
+    first.legend(fontsize=8)
+    return figure
+
+
+PLOTS = {
+    "time": (plot_time, "Time against both bounds"),
+    "bytes": (plot_bytes, "HBM bytes against the minimum"),
+    "engines": (plot_engines, "Engine utilisation"),
+    "roofline": (plot_roofline, "Roofline, per core"),
+    "scaling": (plot_scaling, "Scaling with sequence length and tokens"),
+}
+
+
+# -- the whole ------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, rows: list[Row]) -> None:
+    """``report.md`` and a PNG per plot in ``folder``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    first = rows[0]
+    lines = ["# Benchmarks", "", *table(rows), ""]
+    lines += [
+        f"Made on {first['date']} by `{first['command']}` at commit {first['commit']} with {first['versions']}; "
+        f"all rows are in `results.csv`. Target of `model`: {_targets_named(rows)}.",
+        "",
+        HOW,
+    ]
+    if _model(rows):
+        lines += ["", "## Targets", "", "By the model, for LNC 2 and bf16.", "", *target_table(rows)]
+    if any(row["backend"] == "trn2" for row in rows):
+        lines += ["", "## On the device", "", *device_table(rows), "", "To profile a kernel:", "", "```bash"]
+        lines += [CAPTURE, "```"]
+    lines += steps.section(folder)
+    if _model(rows):
+        for name, (draw, title) in PLOTS.items():
+            figure = draw(rows)
+            figure.savefig(folder / f"{name}.png", dpi=110)
+            plt.close(figure)
+            lines += ["", f"## {title}", "", f"![{title}]({name}.png)"]
+    (folder / "report.md").write_text("\n".join(lines) + "\n")
+    print(f"{folder / 'report.md'} and {len(PLOTS) if _model(rows) else 0} plots")
+
+
+def _targets_named(rows: list[Row]) -> str:
+    return ", ".join(sorted({row["target"] for row in _model(rows)})) or "none"

@@ -1,0 +1,100 @@
+"""Benchmarks of the kernels, and the report.
+
+    python benchmarks/run.py --out docs/benchmarks
+
+measures the default set on every backend that this machine has, appends the rows to results.csv in that folder and
+writes report.md and its plots there. `--backend model` takes one only, `--only` the cases whose description contains
+a text, `--list` shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # As a script: this folder must not be where Python looks for packages, its files have common names.
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
+
+from trn_kernels.benchmarks import grouped_experts, report, results, rope, steps
+from trn_kernels.benchmarks.measure import BACKENDS, CAPTURE, Case, make_backends
+
+
+def all_cases(full: bool = False) -> list[Case]:
+    return [*rope.cases(full), *grouped_experts.cases(full)]
+
+
+def describe(case: Case) -> str:
+    return f"{case.op} {case.direction}, {case.implementation}, {case.shape}, LNC {case.lnc}"
+
+
+def measure(cases: list[Case], backends: list, run: results.Run, csv: Path | None) -> list[dict[str, str]]:
+    """Measure every case on every backend that can, showing progress; rows are kept as they come."""
+    pairs = [(backend, case) for backend in backends for case in cases if case.runs_on(backend.name)]
+    rows = []
+    for number, (backend, case) in enumerate(pairs, 1):
+        print(f"[{number:3}/{len(pairs)}] {backend.name:5} {describe(case)} ... ", end="", flush=True)
+        start = time.perf_counter()
+        row = results.row(run, case, backend.measure(case))
+        rows.append(row)
+        if csv is not None:
+            results.append(csv, [row])
+        ratio = float(row["time_us"]) / float(row["bound_us"])
+        result = f"{float(row['time_us']):,.1f} us" + ("" if backend.name == "cpu" else f", {ratio:.2f} x bound")
+        print(f"{result} ({time.perf_counter() - start:.1f} s)", flush=True)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results.csv, report.md and its plots")
+    parser.add_argument(
+        "--backend",
+        action="append",
+        choices=("auto", *BACKENDS),
+        help="may be repeated; auto (default): all that can run on this machine",
+    )
+    parser.add_argument("--only", action="append", metavar="TEXT", help="cases that contain this text; may be repeated")
+    parser.add_argument("--full", action="store_true", help="more shapes, and nki-library at 16,384 tokens: an hour")
+    parser.add_argument("--steps", action="store_true", help="also compare training steps on this CPU")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing: the report of the last run in DIR")
+    parser.add_argument("--list", action="store_true", help="show the cases and stop")
+    options = parser.parse_args(arguments)
+    cases = [c for c in all_cases(options.full) if all(text in describe(c) for text in options.only or ())]
+    if options.list:
+        print("\n".join(describe(case) for case in cases))
+        return
+    if not cases:
+        parser.error(f"--only {options.only}: no case contains that; --list shows them")
+    csv = options.out / "results.csv" if options.out else None
+    if options.redraw:
+        if csv is None or not csv.exists():
+            parser.error(f"--redraw needs --out with a results.csv, {csv} is not there")
+        report.write(options.out, results.last_run(csv))
+        return
+    try:
+        backends = make_backends(options.backend or ["auto"])
+    except RuntimeError as error:
+        parser.error(str(error))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+    given = sys.argv[1:] if arguments is None else arguments
+    run = results.this_run(" ".join(["python benchmarks/run.py", *given]))
+    rows = measure(cases, backends, run, csv)
+    if any(backend.name == "trn2" for backend in backends):
+        print(f"To profile a kernel on the device:\n{CAPTURE}")
+    if options.steps:
+        steps.measure(options.out)
+    if options.out:
+        report.write(options.out, rows)
+    else:
+        print("\n".join(report.table(rows)))
+
+
+if __name__ == "__main__":
+    main()
