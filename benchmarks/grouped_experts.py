@@ -107,6 +107,8 @@ def whole(tokens: int, routing: str = "balanced") -> Problem:
     return Problem("Qwen3-30B-A3B", 128, 8, tokens, routing)
 
 
+# Seconds on the model: what tests compare with the committed figures.
+SMALL = Problem("one small layer", 8, 2, 512, "balanced", dim=1024, hidden=512)
 FOR_CPU = Problem("one layer for a CPU", 16, 4, 128, "balanced", dtype=torch.float32)
 
 
@@ -115,6 +117,8 @@ def cases(full: bool = False) -> Iterator[Case]:
     for problem in (reduced(1024), reduced(4096), reduced(16384), whole(4096), whole(16384)):
         for direction in ("forward", "backward"):
             yield ours(problem, direction, 2)
+    for direction in ("forward", "backward"):
+        yield ours(SMALL, direction, 2)
     yield ours(reduced(4096), "inference", 2)
     yield ours(reduced(4096), "both", 2)
     for direction in ("forward", "backward"):

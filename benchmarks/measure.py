@@ -212,7 +212,7 @@ class Model:
 
     def __init__(self):
         if emulator.real_nki():
-            raise RuntimeError("backend model: AWS's nki is installed and kernels use it here; the emulator cannot")
+            raise RuntimeError("backend model: kernels of this process use AWS's nki, which the model cannot run")
         self._done: dict[Case, list[ModelFigures]] = {}
 
     def measure(self, case: Case) -> ModelFigures:

@@ -199,7 +199,7 @@ appear where `NKILIB_SRC` names a checkout of it."""
 
 
 def _label(row: Row) -> str:
-    shape = row["shape"].replace("Qwen3-", "").replace(", bf16", "")
+    shape = row["shape"].replace("Qwen3-", "").replace(", bf16,", ",")
     return f"{kernel_of(row)}, LNC {row['lnc']}\n{shape}"
 
 
@@ -339,30 +339,39 @@ def _operations(row: Row) -> float:
 
 
 def plot_roofline(rows: list[Row]):
-    """Useful operations per second over operations per byte that is moved, per core."""
+    """Useful operations per second over operations per byte that is moved, per core; a panel per operator."""
     import matplotlib.pyplot as plt
     import numpy as np
 
-    figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
-    intensity = np.logspace(-1.5, 3.3, 200)
-    roof = np.minimum(cost.PE_TFLOPS, intensity * cost.HBM_GB_PER_S / 1000)
-    axis.loglog(intensity, roof, color="black", linewidth=1.5)
-    axis.annotate(f"HBM {cost.HBM_GB_PER_S:.0f} GB/s", (0.6, 0.26), rotation=37, fontsize=8, ha="center")
-    axis.annotate(f"tensor engine {cost.PE_TFLOPS:.1f} TFLOPS (bf16)", (700, 84), fontsize=8, ha="center")
     markers = {"forward": "o", "inference": "^", "backward": "s"}
+    points: dict[str, list] = {}
     for row in _model(rows):
         if row["direction"] == "both":
             continue
         operations = _operations(row)
         x = operations / number(row, "hbm_bytes")
         y = operations / number(row, "time_us") / 1e6 / int(row["lnc"])
-        color = COLORS["ours" if row["implementation"] == OURS else "other"]
-        axis.plot(x, y, markers[row["direction"]], color=color, markeredgecolor="black", markersize=7, alpha=0.85)
-    axis.text(0.55, 0.022, "RoPE", fontsize=10, weight="bold")
-    axis.text(150, 3.2, "experts", fontsize=10, weight="bold")
-    axis.set_xlabel("useful operations per byte of HBM that is moved")
-    axis.set_ylabel("useful TFLOPS of one core, model")
-    axis.grid(which="both", alpha=0.2)
+        points.setdefault(row["op"], []).append((x, y, row))
+    figure, axes = plt.subplots(1, len(points), figsize=(5.6 * len(points), 5), squeeze=False, layout="constrained")
+    for axis, (op, found) in zip(axes[0], points.items(), strict=True):
+        xs, ys = ([point[i] for point in found] for i in range(2))
+        low, high = min(xs) / 2, max(xs) * 2
+        x = np.geomspace(low, high, 200)
+        roof = np.minimum(cost.PE_TFLOPS, x * cost.HBM_GB_PER_S / 1000)
+        axis.loglog(x, roof, color="black", linewidth=1.5)
+        axis.set_xlim(low, high)
+        axis.set_ylim(min(ys) / 2, roof.max() * 2)
+        for x, y, row in found:
+            color = COLORS["ours" if row["implementation"] == OURS else "other"]
+            marker = markers[row["direction"]]
+            axis.plot(x, y, marker, color=color, markeredgecolor="black", markersize=8, alpha=0.8)
+        label = f"HBM {cost.HBM_GB_PER_S:.1f} GB/s"
+        if roof.max() >= cost.PE_TFLOPS:
+            label += f", then tensor engine {cost.PE_TFLOPS:.1f} TFLOPS in bf16"
+        axis.set_title(f"{op}\nroof: {label}", fontsize=9)
+        axis.set_xlabel("useful operations per byte of HBM that is moved", fontsize=8)
+        axis.grid(which="both", alpha=0.2)
+    axes[0, 0].set_ylabel("useful TFLOPS of one core, model", fontsize=8)
     _legend(
         figure,
         [

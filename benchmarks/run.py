@@ -10,7 +10,10 @@ a text, `--list` shows them.
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +22,7 @@ if __package__ in (None, ""):
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
 
+from trn_kernels import emulator
 from trn_kernels.benchmarks import grouped_experts, report, results, rope, steps
 from trn_kernels.benchmarks.measure import BACKENDS, CAPTURE, Case, make_backends
 
@@ -46,6 +50,22 @@ def measure(cases: list[Case], backends: list, run: results.Run, csv: Path | Non
         result = f"{float(row['time_us']):,.1f} us" + ("" if backend.name == "cpu" else f", {ratio:.2f} x bound")
         print(f"{result} ({time.perf_counter() - start:.1f} s)", flush=True)
     return rows
+
+
+def _model_apart(options) -> list[dict[str, str]]:
+    """The model in a process where the real ``nki`` does not exist: kernels there import the emulator's."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = options.out or Path(folder)
+        arguments = ["--backend", "model", "--out", str(out), *(["--full"] if options.full else [])]
+        for text in options.only or ():
+            arguments += ["--only", text]
+        code = (
+            f"import sys; sys.modules['nki'] = None; from trn_kernels.benchmarks.run import main; main({arguments!r})"
+        )
+        # torch must not load torch_neuronx, which imports nki.
+        environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+        return results.last_run(out / "results.csv")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -77,15 +97,20 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--redraw needs --out with a results.csv, {csv} is not there")
         report.write(options.out, results.last_run(csv))
         return
+    wanted = options.backend or ["auto"]
+    apart = emulator.real_nki() and {"auto", "model"} & set(wanted) and any(case.runs_on("model") for case in cases)
     try:
-        backends = make_backends(options.backend or ["auto"])
+        backends = make_backends(name for name in wanted if not (apart and name == "model"))
     except RuntimeError as error:
         parser.error(str(error))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
     given = sys.argv[1:] if arguments is None else arguments
     run = results.this_run(" ".join(["python benchmarks/run.py", *given]))
-    rows = measure(cases, backends, run, csv)
+    rows = _model_apart(options) if apart else []
+    rows += measure(cases, backends, run, csv)
+    if not rows:
+        parser.error(f"none of the {len(cases)} cases runs on {', '.join(wanted)}")
     if any(backend.name == "trn2" for backend in backends):
         print(f"To profile a kernel on the device:\n{CAPTURE}")
     if options.steps:
