@@ -49,19 +49,21 @@ class Problem:
         )
 
     def counts(self) -> torch.Tensor:
-        """Rows of each expert, [E]."""
+        """Rows of each expert, [E] int64."""
+        return torch.from_numpy(self._counts())
+
+    def _counts(self) -> np.ndarray:
         if self.routing == "equal":
-            return torch.full((self.num_experts,), self.rows // self.num_experts)
+            return np.full(self.num_experts, self.rows // self.num_experts)
         if self.routing == "one expert":
-            return torch.eye(self.num_experts, dtype=torch.int64)[self.num_experts // 2] * self.rows
-        generator = torch.Generator().manual_seed(0)
-        logits = torch.zeros(self.num_experts)
+            return np.eye(self.num_experts, dtype=np.int64)[self.num_experts // 2] * self.rows
+        chance = np.ones(self.num_experts)
         if self.routing == "skewed":
-            logits = -torch.arange(1, self.num_experts + 1).log()
-        # The largest of Gumbel noise plus logits: draws without replacement.
-        noise = -torch.rand(self.tokens, self.num_experts, generator=generator).log()
-        experts = (logits - noise.log()).topk(self.top_k).indices
-        return torch.bincount(experts.flatten(), minlength=self.num_experts)
+            chance /= np.arange(1, self.num_experts + 1)
+        # The largest of logits plus Gumbel noise: draws without replacement.
+        noise = np.random.default_rng(0).gumbel(size=(self.tokens, self.num_experts))
+        experts = np.argpartition(-(np.log(chance) + noise), self.top_k - 1)[:, : self.top_k]
+        return np.bincount(experts.ravel(), minlength=self.num_experts)
 
     def min_bytes(self, direction: str) -> int:
         """Rows and weights of experts that have rows once in, results once out.
@@ -69,7 +71,7 @@ class Problem:
         Forward: x, weights; y, and h1 and h3, which the backward needs. Inference is without those. Backward: the
         gradient of y, x, h1, h3, weights; the gradients of x and of every weight.
         """
-        used = int((self.counts() > 0).sum())
+        used = int((self._counts() > 0).sum())
         weights = 3 * self.dim * self.hidden
         forward = 2 * self.rows * self.dim + used * weights
         saved = 2 * self.rows * self.hidden

@@ -47,6 +47,12 @@ def bytes_of(row: Row) -> float:
 # -- tables ---------------------------------------------------------------------------------------------
 
 
+def beside(rows: list[Row]) -> list[Row]:
+    """Rows of the same problem next to each other."""
+    order = list(dict.fromkeys(map(_problem, rows)))
+    return sorted(rows, key=lambda row: order.index(_problem(row)))
+
+
 def table(rows: list[Row]) -> list[str]:
     """The table, a row per measurement."""
     lines = [
@@ -54,7 +60,7 @@ def table(rows: list[Row]) -> list[str]:
         "| limiting engine |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in beside(rows):
         time = f"{number(row, 'time_us'):,.1f}"
         cells = [kernel_of(row), row["shape"], row["lnc"], row["backend"], time]
         if row["backend"] == "cpu":
@@ -204,7 +210,7 @@ def _label(row: Row) -> str:
 
 
 def _model(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row["backend"] == "model"]
+    return [row for row in beside(rows) if row["backend"] == "model"]
 
 
 def _panels(rows: list[Row], width: float = 11, header: float = 0.9):
@@ -339,7 +345,7 @@ def _operations(row: Row) -> float:
 
 
 def plot_roofline(rows: list[Row]):
-    """Useful operations per second over operations per byte that is moved, per core; a panel per operator."""
+    """Useful operations per second over operations per byte that is moved, per core; a panel per operator; None for none."""
     import matplotlib.pyplot as plt
     import numpy as np
 
@@ -352,6 +358,8 @@ def plot_roofline(rows: list[Row]):
         x = operations / number(row, "hbm_bytes")
         y = operations / number(row, "time_us") / 1e6 / int(row["lnc"])
         points.setdefault(row["op"], []).append((x, y, row))
+    if not points:
+        return None
     figure, axes = plt.subplots(1, len(points), figsize=(5.6 * len(points), 5), squeeze=False, layout="constrained")
     for axis, (op, found) in zip(axes[0], points.items(), strict=True):
         xs, ys = ([point[i] for point in found] for i in range(2))
@@ -384,12 +392,14 @@ def plot_roofline(rows: list[Row]):
 
 
 def plot_scaling(rows: list[Row]):
-    """Time and bound over sequence length and over tokens."""
+    """Time and bound over sequence length and over tokens; None without rows of a sweep."""
     import matplotlib.pyplot as plt
 
     names = sorted({row["series"] for row in _model(rows) if row["series"]})
-    figure, axes = plt.subplots(1, max(1, len(names)), figsize=(4.2 * max(1, len(names)), 4), layout="constrained")
-    for axis, name in zip([axes] if len(names) < 2 else axes, names, strict=False):
+    if not names:
+        return None
+    figure, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 4), squeeze=False, layout="constrained")
+    for axis, name in zip(axes[0], names, strict=True):
         points = sorted((r for r in _model(rows) if r["series"] == name), key=lambda r: int(r["at"]))
         at = [int(row["at"]) for row in points]
         for label, column, style in (
@@ -404,9 +414,8 @@ def plot_scaling(rows: list[Row]):
         axis.set_title(f"{points[0]['op']}, {name}", fontsize=9)
         axis.set_xlabel(name.split(",")[0], fontsize=8)
         axis.grid(alpha=0.3)
-    first = axes if len(names) < 2 else axes[0]
-    first.set_ylabel("us, model", fontsize=8)
-    first.legend(fontsize=8)
+    axes[0, 0].set_ylabel("us, model", fontsize=8)
+    axes[0, 0].legend(fontsize=8)
     return figure
 
 
@@ -451,11 +460,13 @@ def write(folder: Path, rows: list[Row]) -> None:
     if _model(rows):
         for name, (draw, title) in PLOTS.items():
             figure = draw(rows)
+            if figure is None:
+                continue
             figure.savefig(folder / f"{name}.png", dpi=110)
             plt.close(figure)
             lines += ["", f"## {title}", "", f"![{title}]({name}.png)"]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
-    print(f"{folder / 'report.md'} and {len(PLOTS) if _model(rows) else 0} plots")
+    print(f"{folder / 'report.md'}")
 
 
 def _targets_named(rows: list[Row]) -> str:

@@ -28,7 +28,8 @@ from trn_kernels.benchmarks.measure import BACKENDS, CAPTURE, Case, make_backend
 
 
 def all_cases(full: bool = False) -> list[Case]:
-    return [*rope.cases(full), *grouped_experts.cases(full)]
+    """Every case once."""
+    return list({describe(case): case for case in (*rope.cases(full), *grouped_experts.cases(full))}.values())
 
 
 def describe(case: Case) -> str:
