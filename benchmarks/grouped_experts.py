@@ -128,8 +128,8 @@ def cases(full: bool = False) -> Iterator[Case]:
     for routing in ("equal", "skewed", "one expert"):
         for direction in ("forward", "backward"):
             yield ours(reduced(4096, routing), direction, 2)
-    yield from nkilib(reduced(4096), ("forward", "inference", "backward"))
-    yield from nkilib(whole(4096), ("inference",))
+    yield from nkilib(reduced(4096), *NKILIB)
+    yield from nkilib(whole(4096), "bwmm_shard_on_block")
     for implementation in ("PyTorch loop", "PyTorch grouped matmul"):
         for direction in ("inference", "both"):
             yield pytorch(FOR_CPU, direction, implementation)
@@ -137,9 +137,8 @@ def cases(full: bool = False) -> Iterator[Case]:
         for problem in (reduced(2048), reduced(8192), reduced(32768), whole(4096, "skewed"), whole(16384, "skewed")):
             for direction in ("forward", "backward"):
                 yield ours(problem, direction, 2)
-        yield from nkilib(whole(4096), ("forward", "backward"))
-        for problem in (reduced(16384), whole(16384)):
-            yield from nkilib(problem, ("inference", "forward", "backward"))
+        for problem in (whole(4096), reduced(16384), whole(16384)):
+            yield from nkilib(problem, *NKILIB)
 
 
 def _problem(problem: Problem, direction: str, lnc: int) -> dict:
@@ -201,27 +200,31 @@ def ours(problem: Problem, direction: str, lnc: int) -> Case:
 # -- for comparison -------------------------------------------------------------------------------------
 
 
-def nkilib(problem: Problem, directions: tuple[str, ...]) -> Iterator[Case]:
+# nki-library's kernels by what they are compared with here.
+NKILIB = {
+    "bwmm_shard_on_block": "inference",
+    "blockwise_mm_baseline_shard_intermediate_hybrid": "inference",
+    "blockwise_mm_baseline_shard_intermediate": "forward",
+    "blockwise_mm_bwd": "backward",
+}
+
+
+def nkilib(problem: Problem, *kernels: str) -> Iterator[Case]:
     """nki-library's blockwise kernels on the same rows, each with its own tables of blocks. They need both cores.
 
-    inference: the one that gives each core every other block, its fastest forward. forward: the one that splits the
-    hidden dimension, since only that saves what its backward needs.
+    Of its forwards one deals whole blocks to the cores and one, "hybrid", counts its last blocks at run time; what
+    its backward needs is saved only by one that splits the hidden dimension.
     """
-    names = {
-        "inference": "nkilib bwmm_shard_on_block",
-        "forward": "nkilib blockwise_mm shard_intermediate",
-        "backward": "nkilib blockwise_mm_bwd",
-    }
-    for direction in directions if nki_library.available() else ():
+    for kernel in kernels if nki_library.available() else ():
         yield Case(
-            implementation=names[direction],
-            **_problem(problem, direction, 2),
-            launches=lambda direction=direction: [nkilib_launch(problem, direction)],
+            implementation=f"nkilib {kernel}",
+            **_problem(problem, NKILIB[kernel], 2),
+            launches=lambda kernel=kernel: [nkilib_launch(problem, kernel)],
         )
 
 
-def nkilib_launch(problem: Problem, direction: str, x: dict[str, np.ndarray] | None = None) -> Launch:
-    """One launch of a blockwise kernel; ``x`` gives values where they matter, by the kernel's argument names."""
+def nkilib_launch(problem: Problem, kernel: str, x: dict[str, np.ndarray] | None = None) -> Launch:
+    """One launch of a blockwise kernel of ``NKILIB``; ``x`` gives values where they matter, by the kernel's argument names."""
     block = nki_library.BLOCK
     ids, experts = nki_library.block_tables(problem.counts().numpy(), block)
     rows, dim, hidden, num_experts = problem.rows, problem.dim, problem.hidden, problem.num_experts
@@ -238,9 +241,9 @@ def nkilib_launch(problem: Problem, direction: str, x: dict[str, np.ndarray] | N
         # Every row has one expert, so no result is added to another.
         "is_tensor_update_accumulating": False,
     }
-    if direction == "backward":
+    if kernel == "blockwise_mm_bwd":
+        module = nki_library.load("experimental.moe.bwd.blockwise_mm_backward")
         parameters = nki_library.load("experimental.moe.bwd.moe_bwd_parameters")
-        kernel = nki_library.load("experimental.moe.bwd.blockwise_mm_backward").blockwise_mm_bwd
         arguments |= {
             "gate_up_proj_act_checkpoint_T": empty(len(experts), 2, hidden, block),
             "down_proj_act_checkpoint": empty(len(experts), block, dim),
@@ -250,18 +253,22 @@ def nkilib_launch(problem: Problem, direction: str, x: dict[str, np.ndarray] | N
         }
     else:
         folder = "core.moe.moe_cte"
+        module = nki_library.load(f"{folder}.bwmm_shard_on_{'block' if kernel == 'bwmm_shard_on_block' else 'I'}")
+        modes = nki_library.load("core.utils.common_types").ExpertAffinityScaleMode
         arguments |= {
             "skip_dma": nki_library.load(f"{folder}.moe_cte_utils").SkipMode(True, False),
-            "expert_affinities_scaling_mode": nki_library.load(
-                "core.utils.common_types"
-            ).ExpertAffinityScaleMode.NO_SCALE,
+            "expert_affinities_scaling_mode": modes.NO_SCALE,
         }
-        if direction == "inference":
-            kernel = nki_library.load(f"{folder}.bwmm_shard_on_block").bwmm_shard_on_block
-        else:
-            kernel = nki_library.load(f"{folder}.bwmm_shard_on_I").blockwise_mm_baseline_shard_intermediate
-            arguments["checkpoint_activation"] = True
-    return Launch(kernel[2], (), arguments | (x or {}))
+    if kernel == "blockwise_mm_baseline_shard_intermediate":
+        arguments["checkpoint_activation"] = True
+    if kernel == "blockwise_mm_baseline_shard_intermediate_hybrid":
+        # 1 for every block that has rows, and a 0 at the end.
+        used = (ids.reshape(-1, block) >= 0).any(1)
+        arguments |= {
+            "conditions": np.append(used, False).astype(np.int32),
+            "block_to_expert": experts[:, None],
+        }
+    return Launch(getattr(module, kernel)[2], (), arguments | (x or {}))
 
 
 def grouped_matmul(x, w1, w2, w3, counts):

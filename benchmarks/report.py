@@ -345,7 +345,7 @@ def _operations(row: Row) -> float:
 
 
 def plot_roofline(rows: list[Row]):
-    """Useful operations per second over operations per byte that is moved, per core; a panel per operator; None for none."""
+    """Useful operations per second over operations per byte moved, per core, a panel per operator; None for none."""
     import matplotlib.pyplot as plt
     import numpy as np
 

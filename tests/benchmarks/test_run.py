@@ -83,14 +83,14 @@ def test_constants_of_the_model():
     "table, gathered, least",
     [
         # 36 heads of 128 in bf16, in and out, and 256 columns of the table.
-        (FP32, False, 4096 * (2 * 36 * 128 * 2 + 256 * 4)),
-        (BF16, False, 4096 * (2 * 36 * 128 * 2 + 256 * 2)),
-        (FP32, True, 4096 * (2 * 36 * 128 * 2 + 256 * 4 + 4)),
+        (FP32, False, 1024 * (2 * 36 * 128 * 2 + 256 * 4)),
+        (BF16, False, 1024 * (2 * 36 * 128 * 2 + 256 * 2)),
+        (FP32, True, 1024 * (2 * 36 * 128 * 2 + 256 * 4 + 4)),
     ],
 )
 @pytest.mark.parametrize("lnc", [1, 2])
 def test_rope_moves_the_minimum(model, table, gathered, least, lnc):
-    case = rope.ours(A3B, 4096, table, gathered, "forward", lnc)
+    case = rope.ours(A3B, 1024, table, gathered, "forward", lnc)
     assert case.min_bytes == least
     assert case.bound_ns == pytest.approx(least / (362.5 * lnc))
     assert model.measure(case).hbm_bytes == least
@@ -217,8 +217,8 @@ def test_block_tables(counts, block):
 
 
 @pytest.mark.skipif(not os.environ.get("NKILIB_SRC"), reason="NKILIB_SRC names no checkout of aws-neuron/nki-library")
-@pytest.mark.parametrize("direction", ["inference", "forward"])
-def test_nki_library_computes_the_same_no_closer(direction):
+@pytest.mark.parametrize("kernel", [name for name, of in grouped_experts.NKILIB.items() if of != "backward"])
+def test_nki_library_computes_the_same_no_closer(kernel):
     """The task that is compared is the same one, and our error against fp64 is no larger."""
     problem = grouped_experts.Problem("test", 4, 2, 160, "balanced", dim=512, hidden=256)
     generator = torch.Generator().manual_seed(0)
@@ -230,7 +230,7 @@ def test_nki_library_computes_the_same_no_closer(direction):
         "down_proj_weight": w2.transpose(1, 2).contiguous(),
         "expert_affinities_masked": torch.ones(problem.rows * problem.num_experts, 1, dtype=BF16),
     }
-    launch = grouped_experts.nkilib_launch(problem, direction, {k: interop.to_numpy(v) for k, v in values.items()})
+    launch = grouped_experts.nkilib_launch(problem, kernel, {k: interop.to_numpy(v) for k, v in values.items()})
     found = emulator.simulate(launch.kernel)(*launch.args, **launch.kwargs)
     found = found[0] if isinstance(found, (tuple, list)) else found
     truth = grouped_experts_reference(*(t.double() for t in (x, w1, w2, w3)), problem.counts())
