@@ -5,6 +5,7 @@ Shape letters: R rows (tokens times top-k), D model dimension, F hidden dimensio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,8 +51,9 @@ class Problem:
 
     def counts(self) -> torch.Tensor:
         """Rows of each expert, [E] int64."""
-        return torch.from_numpy(self._counts())
+        return torch.tensor(self._counts())
 
+    @functools.cache  # noqa: B019  a few problems, made once
     def _counts(self) -> np.ndarray:
         if self.routing == "equal":
             return np.full(self.num_experts, self.rows // self.num_experts)
@@ -224,7 +226,7 @@ def nkilib(problem: Problem, *kernels: str) -> Iterator[Case]:
 
 
 def nkilib_launch(problem: Problem, kernel: str, x: dict[str, np.ndarray] | None = None) -> Launch:
-    """One launch of a blockwise kernel of ``NKILIB``; ``x`` gives values where they matter, by the kernel's argument names."""
+    """One launch of a kernel of ``NKILIB``; ``x`` gives values where they matter, by the kernel's argument names."""
     block = nki_library.BLOCK
     ids, experts = nki_library.block_tables(problem.counts().numpy(), block)
     rows, dim, hidden, num_experts = problem.rows, problem.dim, problem.hidden, problem.num_experts

@@ -86,12 +86,17 @@ def _problem(row: Row) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Target:
-    """``value`` of the rows against ``limit``; ``most`` tells which side is good. None: a row was not measured."""
+    """``value`` of the rows against ``limit``; ``most`` tells which side is good. None: a row was not measured.
+
+    A time is judged by the bounds of the launch, which are of what it moves and multiplies; ``of_problem`` is the same
+    time over the bound of the problem, which no design can change.
+    """
 
     text: str
     limit: float
     value: float | None
     most: bool = True
+    of_problem: float | None = None
 
     @property
     def reached(self) -> bool | None:
@@ -108,14 +113,17 @@ def targets(rows: list[Row]) -> list[Target]:
         found = [model.get(key) for key in keys]
         return None if None in found else function(*found)
 
+    def timed(name, limit, key) -> Target:
+        return Target(f"{name}: time over its bound", limit, value(_over_own_bound, key), True, value(ratio_of, key))
+
     def rope_key(table, gathered=False, implementation=OURS):
         return ("rope", "forward", rope.shape_of("Qwen3-30B-A3B", 4096, table, gathered), "2", implementation)
 
     fp32, bf16 = rope_key(torch.float32), rope_key(torch.bfloat16)
     made = [
         Target("rope, fp32 table: bytes over the minimum", 1.0, value(bytes_of, fp32)),
-        Target("rope, fp32 table: time over its bound", 1.5, value(ratio_of, fp32)),
-        Target("rope, bf16 table: time over its bound", 1.15, value(ratio_of, bf16)),
+        timed("rope, fp32 table", 1.5, fp32),
+        timed("rope, bf16 table", 1.15, bf16),
     ]
     for name, plain in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         change = value(_time_over, rope_key(plain, True), rope_key(plain))
@@ -132,7 +140,7 @@ def targets(rows: list[Row]) -> list[Target]:
         name = f"experts, top {problem.top_k} of {problem.num_experts}, {problem.tokens:,} tokens"
         for direction, limit in (("forward", 1.25), ("backward", 1.35)):
             key = expert_key(problem, direction)
-            made.append(Target(f"{name}, {direction}: time over its bound", limit, value(ratio_of, key)))
+            made.append(timed(f"{name}, {direction}", limit, key))
             if problem.tokens == 16384:
                 text = f"{name}, {direction}: issued over useful FLOPs"
                 made.append(Target(text, 1.15, value(_issued_over_useful, key)))
@@ -152,17 +160,24 @@ def _bytes_over(row: Row, other: Row) -> float:
     return number(row, "hbm_bytes") / number(other, "hbm_bytes")
 
 
+def _over_own_bound(row: Row) -> float:
+    # RoPE has no matmul that counts: its tensor engine adds.
+    bounds = ("hbm_bound_us",) if row["op"] == "rope" else ("hbm_bound_us", "pe_bound_us")
+    return number(row, "time_us") / max(number(row, bound) for bound in bounds)
+
+
 def _issued_over_useful(row: Row) -> float:
     return number(row, "issued_flops") / number(row, "flops")
 
 
 def target_table(rows: list[Row]) -> list[str]:
-    lines = ["| target | limit | now | reached |", "|---|---|---|---|"]
+    lines = ["| target | limit | now | reached | over the bound of the problem |", "|---|---|---|---|---|"]
     for target in targets(rows):
         limit = f"{'at most' if target.most else 'at least'} {target.limit:g}"
         now = "not measured" if target.value is None else f"{target.value:.3f}"
         reached = {None: "", True: "yes", False: "no"}[target.reached]
-        lines.append(f"| {target.text} | {limit} | {now} | {reached} |")
+        strict = "" if target.of_problem is None else f"{target.of_problem:.3f}"
+        lines.append(f"| {target.text} | {limit} | {now} | {reached} | {strict} |")
     return lines
 
 
@@ -199,6 +214,12 @@ For comparison: the published RoPE permutes and copies queries and keys before a
 one DMA from HBM to HBM, the least it can cost. nki-library's blockwise kernels get the same sorted rows in blocks of
 256, as many blocks as a kernel without dropped tokens must be compiled for, and no scaling by the router. Its rows
 appear where `NKILIB_SRC` names a checkout of it."""
+
+
+TARGETS = """\
+By the model, for LNC 2 and bf16. A target for a time is judged by the launch's own bounds: the bytes that it moves and
+the matmuls that it does, padding included. The last column is the same time over the bound of the table above, which no
+design can change; what a launch moves and multiplies too much has targets of its own."""
 
 
 # -- plots ----------------------------------------------------------------------------------------------
@@ -452,7 +473,7 @@ def write(folder: Path, rows: list[Row]) -> None:
         HOW,
     ]
     if _model(rows):
-        lines += ["", "## Targets", "", "By the model, for LNC 2 and bf16.", "", *target_table(rows)]
+        lines += ["", "## Targets", "", TARGETS, "", *target_table(rows)]
     if any(row["backend"] == "trn2" for row in rows):
         lines += ["", "## On the device", "", *device_table(rows), "", "To profile a kernel:", "", "```bash"]
         lines += [CAPTURE, "```"]
