@@ -123,7 +123,8 @@ def cases(full: bool = False) -> Iterator[Case]:
             yield ours(problem, direction, 2)
     for direction in ("forward", "backward"):
         yield ours(SMALL, direction, 2)
-    yield ours(reduced(4096), "inference", 2)
+    for problem in (reduced(4096), whole(4096)):
+        yield ours(problem, "inference", 2)
     yield ours(reduced(4096), "both", 2)
     for direction in ("forward", "backward"):
         yield ours(reduced(4096), direction, 1)

@@ -226,8 +226,10 @@ design can change; what a launch moves and multiplies too much has targets of it
 
 
 def _label(row: Row) -> str:
+    """Two short lines for an axis."""
     shape = row["shape"].replace("Qwen3-", "").replace(", bf16,", ",")
-    return f"{kernel_of(row)}, LNC {row['lnc']}\n{shape}"
+    kernel = kernel_of(row).replace("grouped_experts", "experts").replace("blockwise_mm_baseline", "bwmm")
+    return f"{kernel}, LNC {row['lnc']}\n{shape}"
 
 
 def _model(rows: list[Row]) -> list[Row]:
@@ -352,6 +354,16 @@ def plot_engines(rows: list[Row]):
     return figure
 
 
+def _log_ticks(*sides) -> None:
+    """Plain numbers at 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for side in sides:
+        side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        side.set_minor_formatter(NullFormatter())
+
+
 ROPE_OPERATIONS = 3
 """Multiplications and additions per element that a rotation takes: two products and a sum."""
 
@@ -397,6 +409,7 @@ def plot_roofline(rows: list[Row]):
         label = f"HBM {cost.HBM_GB_PER_S:.1f} GB/s"
         if roof.max() >= cost.PE_TFLOPS:
             label += f", then tensor engine {cost.PE_TFLOPS:.1f} TFLOPS in bf16"
+        _log_ticks(axis.xaxis, axis.yaxis)
         axis.set_title(f"{op}\nroof: {label}", fontsize=9)
         axis.set_xlabel("useful operations per byte of HBM that is moved", fontsize=8)
         axis.grid(which="both", alpha=0.2)
@@ -431,9 +444,10 @@ def plot_scaling(rows: list[Row]):
             color = {} if column == "bound_us" else {"color": COLORS[label]}
             axis.loglog(at, [number(row, column) for row in points], style, label=label, **color)
         axis.set_xticks(at, [f"{x // 1024}k" for x in at])
+        _log_ticks(axis.yaxis)
         axis.minorticks_off()
         axis.set_title(f"{points[0]['op']}, {name}", fontsize=9)
-        axis.set_xlabel(name.split(",")[0], fontsize=8)
+        axis.set_xlabel("positions" if name == "sequence" else "tokens", fontsize=8)
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("us, model", fontsize=8)
     axes[0, 0].legend(fontsize=8)
