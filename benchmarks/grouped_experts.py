@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from trn_kernels.benchmarks import nki_library
-from trn_kernels.benchmarks.measure import Case, Launch, launch_of
+from trn_kernels.benchmarks.measure import Case, Launch, device_call, launch_of
 from trn_kernels.emulator import interop
 from trn_kernels.ops.grouped_experts import grouped_experts_reference, routing_tables
 
@@ -223,11 +223,17 @@ def nkilib(problem: Problem, *kernels: str) -> Iterator[Case]:
             implementation=f"nkilib {kernel}",
             **_problem(problem, NKILIB[kernel], 2),
             launches=lambda kernel=kernel: [nkilib_launch(problem, kernel)],
+            call=lambda device, kernel=kernel: device_call(*nkilib_arguments(problem, kernel), 2, device),
         )
 
 
-def nkilib_launch(problem: Problem, kernel: str, x: dict[str, np.ndarray] | None = None) -> Launch:
-    """One launch of a kernel of ``NKILIB``; ``x`` gives values where they matter, by the kernel's argument names."""
+def nkilib_launch(problem: Problem, kernel: str) -> Launch:
+    function, arguments = nkilib_arguments(problem, kernel)
+    return Launch(function[2], (), arguments)
+
+
+def nkilib_arguments(problem: Problem, kernel: str) -> tuple[object, dict]:
+    """A kernel of ``NKILIB`` and its arguments by name, floats unset."""
     block = nki_library.BLOCK
     ids, experts = nki_library.block_tables(problem.counts().numpy(), block)
     rows, dim, hidden, num_experts = problem.rows, problem.dim, problem.hidden, problem.num_experts
@@ -271,7 +277,7 @@ def nkilib_launch(problem: Problem, kernel: str, x: dict[str, np.ndarray] | None
             "conditions": np.append(used, False).astype(np.int32),
             "block_to_expert": experts[:, None],
         }
-    return Launch(getattr(module, kernel)[2], (), arguments | (x or {}))
+    return getattr(module, kernel), arguments
 
 
 def grouped_matmul(x, w1, w2, w3, counts):

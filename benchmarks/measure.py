@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from trn_kernels import emulator
-from trn_kernels.emulator import arch, cost, profiler
+from trn_kernels.emulator import arch, cost, interop, profiler
 from trn_kernels.ops import neuron
 
 BACKENDS = ("model", "cpu", "trn2")
@@ -205,6 +206,22 @@ def _set(mapping, key, value):
             mapping[key] = old
 
 
+def device_call(kernel, arguments: dict, lnc: int, device: str) -> Callable[[], object]:
+    """A kernel without an operator, as a Neuron device calls it.
+
+    Args:
+        kernel: under ``@nki.jit``, without its grid.
+        arguments: by name; arrays go to the device, floats among them as zeros.
+    """
+    values = {}
+    for name, value in arguments.items():
+        if isinstance(value, np.ndarray):
+            tensor = interop.to_torch(value)
+            value = (tensor.zero_() if tensor.is_floating_point() else tensor).to(device)
+        values[name] = value
+    return lambda: neuron.wrap_nki(kernel)[lnc](**values)
+
+
 class Model:
     """The emulator's cost model, shape-only."""
 
@@ -214,6 +231,9 @@ class Model:
         if emulator.real_nki():
             raise RuntimeError("backend model: kernels of this process use AWS's nki, which the model cannot run")
         self._done: dict[Case, list[ModelFigures]] = {}
+
+    def can(self, case: Case) -> bool:
+        return case.runs_on(self.name)
 
     def measure(self, case: Case) -> ModelFigures:
         return sum_figures(self._launches(case))
@@ -310,6 +330,9 @@ class CPU:
 
     name = "cpu"
 
+    def can(self, case: Case) -> bool:
+        return case.runs_on(self.name)
+
     def measure(self, case: Case) -> WallFigures:
         return time_calls(case.call("cpu"), lambda: None, warmup=1, runs=3)
 
@@ -327,7 +350,11 @@ class Trn2:
         missing = missing_for_trn2()
         if missing:
             raise RuntimeError(f"backend trn2: {missing}")
-        self.warmup, self.runs = warmup, runs
+        self.warmup, self.runs, self.lnc = warmup, runs, neuron.logical_neuron_cores()
+
+    def can(self, case: Case) -> bool:
+        """The size of a logical core is the machine's: the runtime is started with it."""
+        return case.runs_on(self.name) and case.lnc == self.lnc
 
     def measure(self, case: Case) -> WallFigures:
         before = neuron.launches()

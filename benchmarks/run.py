@@ -38,7 +38,7 @@ def describe(case: Case) -> str:
 
 def measure(cases: list[Case], backends: list, run: results.Run, csv: Path | None) -> list[dict[str, str]]:
     """Measure every case on every backend that can, showing progress; rows are kept as they come."""
-    pairs = [(backend, case) for backend in backends for case in cases if case.runs_on(backend.name)]
+    pairs = [(backend, case) for backend in backends for case in cases if backend.can(case)]
     rows = []
     for number, (backend, case) in enumerate(pairs, 1):
         print(f"[{number:3}/{len(pairs)}] {backend.name:5} {describe(case)} ... ", end="", flush=True)

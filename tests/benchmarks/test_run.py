@@ -230,8 +230,8 @@ def test_nki_library_computes_the_same_no_closer(kernel):
         "down_proj_weight": w2.transpose(1, 2).contiguous(),
         "expert_affinities_masked": torch.ones(problem.rows * problem.num_experts, 1, dtype=BF16),
     }
-    launch = grouped_experts.nkilib_launch(problem, kernel, {k: interop.to_numpy(v) for k, v in values.items()})
-    found = emulator.simulate(launch.kernel)(*launch.args, **launch.kwargs)
+    function, arguments = grouped_experts.nkilib_arguments(problem, kernel)
+    found = emulator.simulate(function[2])(**arguments | {k: interop.to_numpy(v) for k, v in values.items()})
     found = found[0] if isinstance(found, (tuple, list)) else found
     truth = grouped_experts_reference(*(t.double() for t in (x, w1, w2, w3)), problem.counts())
     ours = trn_kernels.ops.grouped_experts(x, w1, w2, w3, problem.counts())
@@ -294,8 +294,15 @@ STANDINS = {
         import torch
         def nki_op(name, fn=None, mutates_args={}):
             return torch.library.custom_op(name, fn, mutates_args=mutates_args)
-        def wrap_nki(kernel):
-            raise AssertionError("fake tensors launch nothing")
+        class Caller:
+            def __init__(self, kernel, grid=()):
+                self.kernel, self.grid = kernel, grid
+            def __getitem__(self, grid):
+                return Caller(self.kernel, tuple(grid))
+            def __call__(self, **arguments):
+                print(self.kernel.__name__, self.grid, {k: getattr(v, "device", v) for k, v in arguments.items()})
+                return torch.empty_like(arguments["x"])
+        wrap_nki = Caller
         """,
     "torch_neuronx/utils.py": "def get_logical_neuron_cores():\n    return '2'\n",
     "nki/__init__.py": "",
@@ -332,6 +339,7 @@ def test_the_device_backend(tmp_path):
     out = on_a_device(
         tmp_path,
         """
+        import dataclasses
         launched = {}
         neuron.launches = lambda: dict(launched)
         def case(device, counts=()):
@@ -344,6 +352,7 @@ def test_the_device_backend(tmp_path):
             return measure.Case("rope", "trn_kernels", "forward", "any", 2, 1000, call=make, counts=counts)
         print([b.name for b in measure.make_backends(["auto"])])
         (backend,) = measure.make_backends(["trn2"])
+        print([backend.can(dataclasses.replace(case("neuron"), lnc=lnc)) for lnc in (1, 2)])
         about = results.Run("today", "commit", "versions", "command")
         with FakeTensorMode():
             figures = backend.measure(case("neuron", ("rope",)))
@@ -357,14 +366,24 @@ def test_the_device_backend(tmp_path):
                     backend.measure(bad)
                 except RuntimeError as error:
                     print(error)
+        # A competitor's kernel, without an operator.
+        import numpy as np
+        def theirs(x, rows, block_size):
+            pass
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            arrays = {"x": np.ones((2, 3), np.float32), "rows": np.arange(2, dtype=np.int32), "block_size": 256}
+            print(measure.device_call(theirs, arrays, 2, "neuron")().device.type)
         """,
     )
     assert out.splitlines() == [
         "['cpu', 'trn2']",
+        "[False, True]",
         "28 {('rope', 'neuron'): 47} 20",
         "trn2 trn2 20",
         "rope by trn_kernels: results are on cpu, not on neuron",
         "rope by trn_kernels: rope_backward did not run on the device",
+        "theirs (2,) {'x': device(type='neuron', index=0), 'rows': device(type='neuron', index=0), 'block_size': 256}",
+        "neuron",
     ]
 
 
