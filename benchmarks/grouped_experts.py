@@ -113,7 +113,7 @@ def whole(tokens: int, routing: str = "balanced") -> Problem:
 
 # Seconds on the model: what tests compare with the committed figures.
 SMALL = Problem("one small layer", 8, 2, 512, "balanced", dim=1024, hidden=512)
-FOR_CPU = Problem("one layer for a CPU", 16, 4, 128, "balanced", dtype=torch.float32)
+FOR_CPU = Problem("one layer for a CPU", 16, 4, 512, "balanced", dim=512, hidden=256, dtype=torch.float32)
 
 
 def cases(full: bool = False) -> Iterator[Case]:

@@ -334,7 +334,7 @@ class CPU:
         return case.runs_on(self.name)
 
     def measure(self, case: Case) -> WallFigures:
-        return time_calls(case.call("cpu"), lambda: None, warmup=1, runs=3)
+        return time_calls(case.call("cpu"), lambda: None, warmup=1, runs=5)
 
 
 class Trn2:
