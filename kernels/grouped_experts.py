@@ -10,11 +10,11 @@ Routing is data: shapes and the program are the same for every routing. Two inte
 
 * ``rows`` [LNC, N, T]: the row of x at each place of each tile, -1 where there is none. A row that is not there
   is not read (its place is zero) and not written.
-* ``slots`` [LNC, S + 3, 9]: a slot is one expert on one core; all cores run slot s, and as many tiles of it, at
+* ``slots`` [LNC, S + 3, 8]: a slot is one expert on one core; all cores run slot s, and as many tiles of it, at
   the same time, because device loops must not diverge between cores. Columns: EXPERT (whose weights to load),
-  RESULT (whose gradients to write, -1 for none); tiles FIRST to PAIRS go two at a time, PAIRS to END alone. Weight
-  gradients begin with two tiles that are always there (HEAD and the next: copies of the first two, or of nothing),
-  and add the others, FROM to QUADS four at a time, QUADS to TWOS two at a time, TWOS to END alone. After the S
+  RESULT (whose gradients to write, -1 for none); its tiles are FIRST to END. Where two or more tiles are taken
+  together, two that are always there come first (HEAD and the next: copies of the first two, or of nothing), then
+  the others, FROM to QUADS four or two at a time, QUADS to TWOS two at a time, TWOS to END alone. After the S
   slots come two empty ones, loaded ahead, and one for the rows that belong to no expert.
 
 Every expert, hence every row and every weight gradient, belongs to one core: the cores share nothing that is
@@ -35,8 +35,8 @@ SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520
 ACCUMULATOR_BYTES = 48 * 1024
 ACCUMULATOR_COLUMNS = 2048
 
-EXPERT, RESULT, FIRST, PAIRS, END, HEAD, FROM, QUADS, TWOS = range(9)
-SLOT_COLUMNS = 9
+EXPERT, RESULT, FIRST, END, HEAD, FROM, QUADS, TWOS = range(8)
+SLOT_COLUMNS = 8
 # Slots after the S that run: two loaded ahead, one for the rows of no expert.
 EXTRA_SLOTS = 3
 
@@ -71,7 +71,7 @@ def grouped_experts(x, w1, w2, w3, rows, slots, save=False):
         load the weights of slot 0
         for slots s:                                            (device loop, two slots each)
             load the weights of slot s + 1                      (transposed by the DMA or the tensor engine)
-            for tiles of slot s:                                (device loop, two tiles each)
+            for tiles of slot s:                                (two gathered before those weights, then device loops)
                 xT = transpose(gather(x, rows))
                 h1, h3 = xT^T w1T, xT^T w3T                     (PSUM, accumulated over D)
                 a = silu(h1) * h3;  aT = transpose(a)
@@ -104,9 +104,12 @@ def grouped_experts(x, w1, w2, w3, rows, slots, save=False):
             nl.ndarray((P, _blocks(columns), dim), dtype=x.dtype, buffer=nl.sbuf),
         ]
 
-    def tile(weights, slot, ahead, at, plus):
+    def gather(at, plus):
         index = _load_index(rows, at, plus)
-        xT = _gather_transposed(x, index)
+        return index, _gather_transposed(x, index)
+
+    def tile(weights, slot, ahead, gathered):
+        index, xT = gathered
         total = None if buffers else nl.ndarray((P, dim), dtype=nl.float32, buffer=nl.sbuf)
         for first in range(0, hidden, chunk):
             columns = min(chunk, hidden - first)
@@ -134,7 +137,7 @@ def grouped_experts(x, w1, w2, w3, rows, slots, save=False):
 
             _store_rows(y, index, total, first == 0, first + columns == hidden, part)
 
-    _for_slots(slots, buffers, chunk, group, allocate, load, tile)
+    _for_slots(slots, buffers, chunk, group, allocate, load, gather, tile)
     _zero_rows_of_no_expert(results, rows, slots)
     return tuple(results)
 
@@ -207,9 +210,13 @@ def grouped_experts_backward(
             weights.append(nl.ndarray((P, _blocks(columns), dim), dtype=x.dtype, buffer=nl.sbuf))
         return weights
 
-    def tile(weights, slot, ahead, at, plus):
+    def gather(at, plus):
         index = _load_index(rows, at, plus)
-        dyT = _gather_transposed(grad_y, index)
+        saved = [_gather(h, index, 0, hidden) for h in (h1, h3)] if chunk == hidden else None
+        return index, _gather_transposed(grad_y, index), saved
+
+    def tile(weights, slot, ahead, gathered):
+        index, dyT, saved = gathered
         total = None
         if need_x and buffers == 0:
             total = nl.ndarray((P, dim), dtype=nl.float32, buffer=nl.sbuf)
@@ -218,7 +225,7 @@ def grouped_experts_backward(
             if buffers == 0:
                 weights = allocate(columns)
                 load(weights, slot, ahead, first, columns)
-            h1_tile, h3_tile = _gather(h1, index, first, columns), _gather(h3, index, first, columns)
+            h1_tile, h3_tile = saved or [_gather(h, index, first, columns) for h in (h1, h3)]
             dh1 = nl.ndarray((P, columns), dtype=x.dtype, buffer=nl.sbuf)
             dh3 = nl.ndarray((P, columns), dtype=x.dtype, buffer=nl.sbuf)
             a = nl.ndarray((P, columns), dtype=x.dtype, buffer=nl.sbuf)
@@ -238,7 +245,7 @@ def grouped_experts_backward(
 
                 _store_rows(grad_x, index, total, first == 0, first + columns == hidden, part)
 
-    _for_slots(slots, buffers, chunk, group, allocate, load, tile)
+    _for_slots(slots, buffers, chunk, group, allocate, load, gather, tile)
     results = []
     if need_x:
         _zero_rows_of_no_expert([grad_x], rows, slots)
@@ -331,32 +338,42 @@ def _plan(dim, hidden, weights, tile, staging):
     return 0, columns, 1
 
 
-def _for_slots(slots, buffers, chunk, group, allocate, load, tile):
-    """Run every tile of every slot; the weights of the next slot load while this one computes."""
+def _for_slots(slots, buffers, chunk, group, allocate, load, gather, tile):
+    """Run every tile of every slot; the weights of the next slot load while this one computes.
+
+    Where two tiles fit, the first two of a slot are gathered before those weights, which would hold them up.
+    """
     num_slots = slots.shape[1] - EXTRA_SLOTS
 
-    def run(weights, slot, ahead):
+    def gather_heads(slot, ahead):
+        if group == 1:
+            return []
+        first = _slot(slots, slot, ahead)[:, HEAD : HEAD + 1]
+        return [gather(first, 0), gather(first, 1)]
+
+    def run(weights, slot, ahead, heads):
         info = _slot(slots, slot, ahead)
-        first, last = _register(info, FIRST), _register(info, END)
-        if group == 2:
-            middle = _register(info, PAIRS)
+        for gathered in heads:
+            tile(weights, slot, ahead, gathered)
 
-            def pair(at):
-                tile(weights, slot, ahead, at, 0)
-                tile(weights, slot, ahead, at, 1)
-
-            nl.fori_loop(first, middle, pair, step=2)
-            first = middle
+        def pair(at):
+            tile(weights, slot, ahead, gather(at, 0))
+            tile(weights, slot, ahead, gather(at, 1))
 
         def single(at):
-            tile(weights, slot, ahead, at, 0)
+            tile(weights, slot, ahead, gather(at, 0))
 
-        nl.fori_loop(first, last, single)
+        first = _register(info, FROM if heads else FIRST)
+        if heads:
+            twos = _register(info, TWOS)
+            nl.fori_loop(first, twos, pair, step=2)
+            first = twos
+        nl.fori_loop(first, _register(info, END), single)
 
     if buffers == 0:
 
         def stream(slot):
-            run(None, slot, 0)
+            run(None, slot, 0, gather_heads(slot, 0))
 
         nl.fori_loop(0, num_slots, stream)
         return
@@ -364,8 +381,9 @@ def _for_slots(slots, buffers, chunk, group, allocate, load, tile):
     if buffers == 1:
 
         def one(slot):
+            heads = gather_heads(slot, 0)
             load(current, slot, 0, 0, chunk)
-            run(current, slot, 0)
+            run(current, slot, 0, heads)
 
         nl.fori_loop(0, num_slots, one)
         return
@@ -373,16 +391,18 @@ def _for_slots(slots, buffers, chunk, group, allocate, load, tile):
     load(current, None, 0, 0, chunk)
 
     def two(slot):
+        heads = gather_heads(slot, 0)
         load(following, slot, 1, 0, chunk)
-        run(current, slot, 0)
+        run(current, slot, 0, heads)
+        heads = gather_heads(slot, 1)
         load(current, slot, 2, 0, chunk)
-        run(following, slot, 1)
+        run(following, slot, 1, heads)
 
     nl.fori_loop(0, num_slots, two, step=2)
 
 
 def _slot(slots, slot, ahead):
-    """The numbers of slot ``slot + ahead`` of this core: (1, 9) int32 @ SBUF. ``slot`` None means 0."""
+    """The numbers of slot ``slot + ahead`` of this core: (1, 8) int32 @ SBUF. ``slot`` None means 0."""
     _, count, columns = slots.shape
     info = nl.ndarray((1, columns), dtype=nl.int32, buffer=nl.sbuf)
     offset = (_core() * count + ahead) * columns
@@ -616,12 +636,13 @@ def _outer_products(left, right, shape, rows, slots):
     blocks = min(_blocks(num_left), max(1, ACCUMULATOR_BYTES // (columns * 4)))
 
     def run(slot, ahead):
-        info = _slot(slots, slot, ahead)
+        # The writes have numbers of their own, so that the next iteration may read its numbers before they are done.
+        info, target = _slot(slots, slot, ahead), _slot(slots, slot, ahead)
         for first_left in range(0, num_left, blocks * P):
             for first_right in range(0, num_right, columns):
                 left_part = (left, first_left, min(blocks * P, num_left - first_left))
                 right_part = (right, first_right, min(columns, num_right - first_right))
-                _outer_product(result, left_part, right_part, rows, info)
+                _outer_product(result, left_part, right_part, rows, info, target)
 
     def two(slot):
         # The second has its own buffers, which load while the first computes.
@@ -632,10 +653,11 @@ def _outer_products(left, right, shape, rows, slots):
     return result
 
 
-def _outer_product(result, left_part, right_part, rows, info):
+def _outer_product(result, left_part, right_part, rows, info, target):
     """One chunk of one expert's outer product, accumulated over its tiles and written once.
 
-    ``left_part`` and ``right_part`` are (tensor, first column, columns).
+    ``left_part`` and ``right_part`` are (tensor, first column, columns); ``info`` and ``target`` hold the numbers of
+    the slot, for reading and for writing.
     """
     left, first_left, num_left = left_part
     right, first_right, num_right = right_part
@@ -686,13 +708,13 @@ def _outer_product(result, left_part, right_part, rows, info):
         values = nl.ndarray((m, num_right), dtype=result.dtype, buffer=nl.sbuf)
         engine = nisa.vector_engine if block % 2 == 0 else nisa.scalar_engine
         nisa.tensor_copy(dst=values, src=accumulator[:m, block, :], engine=engine)
-        target = result.ap(
+        place = result.ap(
             [[width, m], [1, num_right]],
             offset=(first_left + block * P) * width + first_right,
-            scalar_offset=info[:, RESULT : RESULT + 1],
+            scalar_offset=target[:, RESULT : RESULT + 1],
             indirect_dim=0,
         )
-        nisa.dma_copy(dst=target, src=values, oob_mode=nisa.oob_mode.skip)
+        nisa.dma_copy(dst=place, src=values, oob_mode=nisa.oob_mode.skip)
 
 
 # -- arithmetic -----------------------------------------------------------------------------------------

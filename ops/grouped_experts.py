@@ -19,7 +19,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 # As in kernels/grouped_experts.py, which this file must not import before a launch; a test compares them.
 TILE_ROWS = 128
-SLOT_COLUMNS = 9
+SLOT_COLUMNS = 8
 EXTRA_SLOTS = 3
 # Element offsets of the kernels' access patterns are 32-bit integers on the device.
 MAX_ELEMENTS = 2**31 - 1
@@ -90,7 +90,7 @@ def routing_tables(num_tokens_per_expert: Tensor, num_rows: int, lnc: int) -> tu
 
     Returns:
         rows: [LNC, N, 128] int32, the row of x at each place of each tile, -1 for none; never outside 0 .. R - 1.
-        slots: [LNC, S + 3, 9] int32; columns and the three extra rows are those of ``kernels.grouped_experts``.
+        slots: [LNC, S + 3, 8] int32; columns and the three extra rows are those of ``kernels.grouped_experts``.
     """
     device = num_tokens_per_expert.device
     num_experts = num_tokens_per_expert.shape[0]
@@ -147,7 +147,6 @@ def routing_tables(num_tokens_per_expert: Tensor, num_rows: int, lnc: int) -> tu
         experts.clamp(min=0),
         experts,
         clip(first),
-        clip(first + slot_tiles // 2 * 2),
         clip(end),
         (num_tiles + 2 * torch.arange(num_slots, **integers)).expand(lnc, -1),
         clip(rest_from),
@@ -155,9 +154,9 @@ def routing_tables(num_tokens_per_expert: Tensor, num_rows: int, lnc: int) -> tu
         clip(quads + (end - quads) // 2 * 2),
     ]
     nothing = num_tiles + 2 * num_slots
-    empty = torch.tensor([0, -1, 0, 0, 0, nothing, 0, 0, 0], **integers).expand(lnc, 2, -1)
+    empty = torch.tensor([0, -1, 0, 0, nothing, 0, 0, 0], **integers).expand(lnc, 2, -1)
     zero = torch.zeros_like(used)
-    last = torch.cat([zero, zero - 1, used, used, used + rest, zero, zero, zero, zero])
+    last = torch.cat([zero, zero - 1, used, used + rest, zero, zero, zero, zero])
     last = last.clamp(max=num_tiles).expand(lnc, 1, -1)
     slots = torch.cat([torch.stack(columns, dim=-1), empty, last], dim=1).to(torch.int32)
     return rows.contiguous(), slots.contiguous()
@@ -179,7 +178,7 @@ def grouped_experts_reference(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, num
 def _expert_rows(rows: Tensor, slots: Tensor):
     """(expert, its rows) of every slot, from the tables."""
     for core in range(rows.shape[0]):
-        for _, expert, first, _, end, *_ in slots[core, :-EXTRA_SLOTS].tolist():
+        for _, expert, first, end, *_ in slots[core, :-EXTRA_SLOTS].tolist():
             index = rows[core, first:end].flatten()
             if expert >= 0:
                 yield expert, index[index >= 0].long()

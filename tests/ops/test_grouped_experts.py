@@ -166,10 +166,9 @@ def test_tables_cover_every_row_once(counts, rest, lnc):
     starts = [sum(counts[:e]) for e in range(len(counts))]
     found, covered = {}, []
     for core in range(lnc):
-        for load, expert, first, pairs, end, head, rest, quads, twos in slots[core, :-EXTRA_SLOTS].tolist():
-            assert 0 <= load < len(counts) and first <= pairs <= end <= head
-            assert (pairs - first) % 2 == 0 and end - pairs < 2
-            # Weight gradients: the first two tiles, then the rest by fours, twos and one.
+        for load, expert, first, end, head, rest, quads, twos in slots[core, :-EXTRA_SLOTS].tolist():
+            assert 0 <= load < len(counts) and first <= end <= head
+            # The first two tiles, then the rest by fours, twos and one.
             begin = rows[core, head : head + 2]
             assert torch.equal(begin[: end - first], rows[core, first : min(end, first + 2)])
             assert (begin[end - first :] == -1).all()
@@ -183,10 +182,10 @@ def test_tables_cover_every_row_once(counts, rest, lnc):
                 found[expert] = used
             else:
                 assert not used
-        _, _, first, _, end, *_ = slots[core, -1].tolist()
+        _, _, first, end, *_ = slots[core, -1].tolist()
         unrouted = rows[core, first:end].flatten()
         covered += unrouted[unrouted >= 0].tolist()
-        for _, result, first, _, end, head, rest, _, last in slots[core, -3:-1].tolist():
+        for _, result, first, end, head, rest, _, last in slots[core, -3:-1].tolist():
             assert (result, first, end, rest, last) == (-1, 0, 0, 0, 0)
             assert (rows[core, head : head + 2] == -1).all()
     assert found == {e: list(range(starts[e], starts[e] + n)) for e, n in enumerate(counts)}
