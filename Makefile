@@ -1,6 +1,8 @@
 # Each target does its own set-up in .venv. PYTHON chooses the interpreter (3.11 or newer).
+# With another torch: make test-parallel TORCH=2.14.1 VENV=.venv-torch2.14
 PYTHON ?= python3
-VENV := .venv
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NPROC ?= 2
@@ -8,13 +10,14 @@ CONFIG ?= native_qwen3_debug
 FINETUNED := outputs/checkpoint_qwen3_debug_ft
 LAUNCH = torchrun --nproc_per_node=$(NPROC) --rdzv_backend c10d --rdzv_endpoint localhost:0 --local-ranks-filter 0 --role rank --tee 3 -m trn_kernels.recipes.train --module trn_kernels.recipes.qwen3
 
-.PHONY: install train finetune test lint clean
+.PHONY: install train finetune test test-parallel lint clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@
 
 # make prints the command before it runs; it is the same one on trn2 (see README.md).
@@ -32,6 +35,10 @@ finetune: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
+
+# One step in every layout, against one process; `make test` has a few of them. ROWS='moe ep' chooses those with both words.
+test-parallel: install
+	$(BIN)/python tests/recipes/matrix.py $(ROWS)
 
 lint: install
 	$(BIN)/ruff check .

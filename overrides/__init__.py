@@ -6,15 +6,25 @@ Activate all of them, or one by its factory, optionally with keywords:
     --override.imports trn_kernels.overrides.nki_rope
     --override.imports 'trn_kernels.overrides.nki_rope={"kernel": "rope_hf"}'
 
-The last two need torchtitan 0.3; the first also works on its builds of June and July 2026. In a Python
-script, import torchtitan and then this package before the trainer is built.
+`nki_selective_ac`, for activation checkpointing, is not part of all; it has to be named. Single factories need
+torchtitan 0.3; the first form also works on its builds of June and July 2026. In a Python script, import torchtitan
+and then this package before the trainer is built.
 
 `trn_kernels.overrides.transformers` is for Transformers' own models, and needs no torchtitan.
 """
 
 import sys
 
-__all__ = ["OVERRIDES", "NKIGroupedExperts", "NKIRoPE", "nki_grouped_experts", "nki_rope"]
+__all__ = [
+    "OPT_IN",
+    "OVERRIDES",
+    "NKIGroupedExperts",
+    "NKIRoPE",
+    "NKISelectiveAC",
+    "nki_grouped_experts",
+    "nki_rope",
+    "nki_selective_ac",
+]
 
 
 def __getattr__(name: str):

@@ -6,7 +6,7 @@ list of (config class, factory) serves both: `--override.imports trn_kernels.ove
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchtitan.config import Configurable, override
 
@@ -26,17 +26,18 @@ def _exactly(*targets: type[Configurable.Config]) -> type[Configurable.Config]:
     return _Exactly("ExactConfig", (Configurable.Config,), {"targets": targets})
 
 
-def register(overrides: list[Override]) -> None:
+def register(overrides: list[Override], opt_in: Sequence[Override] = ()) -> None:
     """Register each factory as `trn_kernels.overrides.<name>` and all together as `trn_kernels.overrides`.
 
     Args:
         overrides: (target, factory) pairs. The factory takes a config of exactly the type `target`, plus
             keywords from the command line, and returns its replacement. Its `__module__` is set to this
             package, because torchtitan forms its key from that.
+        opt_in: more of them, which have to be named. Builds that activate whole modules do not get them.
     """
     parameters = inspect.signature(override).parameters
     named = "name" in parameters
-    for target, factory in overrides:
+    for target, factory in overrides if named else [*overrides, *opt_in]:
         factory.__module__ = _PACKAGE
         # Before 21 June 2026 override() could not say `exact`.
         exact = {"target": target, "exact": True} if "exact" in parameters else {"target": _exactly(target)}

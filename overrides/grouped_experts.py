@@ -41,10 +41,19 @@ class NKIGroupedExperts(GroupedExperts):
         """
         device = x_RD.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RD.dtype
-        # The expert region works on local tensors: its weights' gradients are local too, as in the stock module.
+        # The expert region works on local tensors, and so do the gradients of its weights.
         weights = (_local(w).to(dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         counts = _varying(num_tokens_per_expert_E)
         return ops.grouped_experts(x_RD.to(dtype), *weights, counts).to(x_RD.dtype)
+
+    def parallelize(self, parallel_dims) -> None:
+        """As torchtitan's, which would fail in the first step where degree and experts do not fit."""
+        if self.num_experts % parallel_dims.ep:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree is {parallel_dims.ep}; it must divide the model's "
+                f"{self.num_experts} experts"
+            )
+        super().parallelize(parallel_dims)
 
     # Until 16 July 2026 `forward` also dispatched the tokens, and called this for the experts.
     if hasattr(GroupedExperts, "_experts_forward"):
@@ -58,7 +67,9 @@ def nki_grouped_experts(cfg: GroupedExperts.Config) -> NKIGroupedExperts.Config:
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    # Sharded on experts (EP) or on the hidden dimension (TP), a weight gets its whole gradient from this rank's rows:
+    # each rank of the axis has other weights. So gradients are laid out as the weights are.
+    return weight.to_local(grad_placements=weight.placements) if isinstance(weight, DTensor) else weight
 
 
 def _varying(counts: torch.Tensor) -> torch.Tensor:

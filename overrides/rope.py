@@ -122,7 +122,8 @@ def _gather(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The table's or the positions' part of this rank; neither has a gradient."""
+    return tensor.to_local(grad_placements=tensor.placements) if isinstance(tensor, DTensor) else tensor
 
 
 def _check_placements(query, key, table, positions) -> None:

@@ -47,6 +47,7 @@ def prepare() -> None:
     if accelerator() is None:
         _use_cpu_device()
         _name_set_timeout()
+        _exchange_unequal_lists()
 
 
 def prepare_config(config) -> None:
@@ -111,15 +112,41 @@ def _name_set_timeout() -> None:
         dist.set_timeout = dist.distributed_c10d._set_pg_timeout
 
 
-def _shard_plain_parameters(config) -> None:
-    # torchtitan's default backend has FSDP shard plain parameters of a larger mesh: torch 2.14 can. Transformers'
-    # models take no other backend; recipes/v5.py gives them a mesh that any torch can.
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+def _exchange_unequal_lists() -> None:
+    # Expert parallelism of torchtitan's default backend exchanges lists of tensors of unequal sizes. Gloo can do that
+    # with one tensor only.
+    import torch
+    import torch.distributed as dist
 
+    exchange = dist.all_to_all
+
+    def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
+        sizes = {tensor.shape for tensor in (*output_tensor_list, *input_tensor_list)}
+        if async_op or len(sizes) == 1 or dist.get_backend(group) != "gloo":
+            return exchange(output_tensor_list, input_tensor_list, group, async_op)
+        splits = [[tensor.numel() for tensor in tensors] for tensors in (output_tensor_list, input_tensor_list)]
+        received = output_tensor_list[0].new_empty(sum(splits[0]))
+        sent = torch.cat([tensor.flatten() for tensor in input_tensor_list])
+        dist.all_to_all_single(received, sent, *splits, group=group)
+        for target, values in zip(output_tensor_list, received.split(splits[0]), strict=True):
+            target.copy_(values.view(target.shape))
+
+    dist.all_to_all = all_to_all
+
+
+def _shard_plain_parameters(config) -> None:
+    # For configs of torchtitan's own; our recipes have chosen. Transformers' models take no other backend than the
+    # default; recipes/v5.py gives them a mesh that any torch can shard over.
     if config.model_spec.name == "transformers_modeling_backend":
         return
-    if config.parallelism.spmd_backend == "spmd_types" and not hasattr(FSDPParam, "_restore_spmd_types"):
-        config.parallelism.spmd_backend = "partial_dtensor"
+    from trn_kernels.recipes.parallelism import fit_torch
+
+    asked = config.parallelism.spmd_backend
+    fit_torch(config)
+    if config.parallelism.spmd_backend != asked:
+        from torchtitan.tools.logging import logger
+
+        logger.info(f"[CPU] parallelism.spmd_backend {asked} -> {config.parallelism.spmd_backend}, for this torch")
 
 
 def _sum_gradients(config) -> None:

@@ -28,6 +28,7 @@ from torchtitan.trainer import Trainer
 import trn_kernels.overrides.registry  # noqa: F401
 from trn_kernels.recipes.assets import debug_assets, debug_model
 from trn_kernels.recipes.checkpoints import HFCheckpointManager, finetune, loaded_from, read_config
+from trn_kernels.recipes.parallelism import check_parallelism, fit_torch
 
 # Of Qwen3-4B-Instruct-2507. torchtitan's 4B flavor has those of the Qwen3-4B before it: 1e6 and 40960.
 _THETA_2507, _MAX_POSITIONS_2507 = 5_000_000.0, 262_144
@@ -107,7 +108,7 @@ def nki_qwen3_30b_a3b() -> Trainer.Config:
     """Qwen3-30B-A3B reduced to 4 layers and 64 experts, 4 of them per token; sharded over all processes, eager.
 
     Expects the model's tokenizer in `assets/hf/Qwen3-30B-A3B` (or `--hf_assets_path`); for the data set see
-    `native_qwen3_4b`.
+    `native_qwen3_4b`. `--parallelism.expert_parallel_degree N` spreads the experts over N ranks; N divides 64.
     """
     eager = CompileConfig(enable=False, backend="neuron")
     return qwen3_nki_moe_config("30B-A3B", compile_config=eager, n_layers=4, num_experts=64, top_k=4)
@@ -177,7 +178,8 @@ class Qwen3(Qwen3Model):
         """Fields of `config.json` in which this model is smaller on purpose."""
 
         def update_from_config(self, *, config, **kwargs) -> None:
-            # Here the paths are final: --hf_assets_path and others may have changed them.
+            # Here the flags are final: --hf_assets_path and others may have changed what the recipe says.
+            check_parallelism(config)
             match_hf_config(self, config.hf_assets_path)
             weights = loaded_from(config)
             if weights is not None:
@@ -275,6 +277,10 @@ def _native_qwen3(
     config.dataloader.dataset = "c4_test"
     config.training.steps = 10
     config.parallelism.data_parallel_shard_degree = -1
+    fit_torch(config)
+    if hasattr(config.training, "disable_cuda_graphs"):
+        # Neuron has none, and torchtitan refuses them with expert and with pipeline parallelism.
+        config.training.disable_cuda_graphs = True
     config.checkpoint = derive(config.checkpoint, HFCheckpointManager.Config, export_dtype="bfloat16")
     return config
 

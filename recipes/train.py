@@ -32,11 +32,13 @@ def main() -> None:
 
     # Registers the overrides: torchtitan imports `trn_kernels` for that, but this process already has it.
     import trn_kernels.overrides.registry  # noqa: F401
+    from trn_kernels.recipes.parallelism import check_parallelism
 
     class Config(torchtitan.train.ConfigManager):
         def parse_args(self, args=None):
             config = super().parse_args(args)
             cpu.prepare_config(config)
+            check_parallelism(config)
             return config
 
     torchtitan.train.ConfigManager = Config

@@ -13,7 +13,6 @@ from types import MethodType
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive
 from torchtitan.experiments.transformers_modeling_backend import TitanModelConfig, model_registry
@@ -28,6 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trn_kernels.overrides.transformers import use_nki_kernels
 from trn_kernels.recipes.checkpoints import HFCheckpointManager, loaded_from, read_config
+from trn_kernels.recipes.parallelism import shards_typed_parameters
 
 # A name that Transformers has no mask for: the attention function gets none, and is causal by itself.
 _ATTENTION = "trn_kernels_sdpa"
@@ -97,7 +97,7 @@ def parallelize(model: nn.Module, *, parallel_dims, **kwargs) -> nn.Module:
         axes = ["dp_replicate", "dp_shard"] if dims.dp_replicate_enabled else ["dp_shard"]
         return dims.get_mesh(axes), None
 
-    if parallel_dims.world_size > 1 and not hasattr(FSDPParam, "_restore_spmd_types"):
+    if parallel_dims.world_size > 1 and not shards_typed_parameters():
         titan.resolve_fsdp_mesh = mesh_of_data_only
     try:
         return titan.parallelize_hf_transformers(model, parallel_dims=parallel_dims, **kwargs)

@@ -1,7 +1,9 @@
 """NKIGroupedExperts against torchtitan's GroupedExperts and against a float64 loop over the experts."""
 
+import ast
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 import spmd_types as spmd
@@ -13,6 +15,7 @@ from spmd_types.runtime import get_local_type
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
 
 from trn_kernels.ops import neuron
@@ -221,3 +224,24 @@ def test_builds_whose_module_also_dispatches(monkeypatch):
     ours, _ = modules()
     module.load_state_dict(ours.state_dict())
     assert torch.equal(module._experts_forward(rows(), COUNTS), ours(rows(), COUNTS))
+
+
+def test_experts_that_expert_parallelism_cannot_divide_are_refused():
+    """Also in torchtitan's own recipes, before the first step."""
+    ours, _ = modules(num_experts=6)
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=4, cp=1, tp=1, pp=1, ep=4, world_size=4, spmd_backend="partial_dtensor"
+    )
+    with pytest.raises(ValueError, match="expert_parallel_degree is 4; it must divide the model's 6 experts"):
+        ours.parallelize(dims)
+
+
+def test_every_unwrapping_says_where_gradients_go():
+    """Without grad_placements DTensor assumes those of the values, which is silently wrong for partial sums."""
+    unwrapped = 0
+    for file in Path(grouped_experts.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("to_local", "full_tensor"):
+                unwrapped += 1
+                assert "grad_placements" in [keyword.arg for keyword in node.keywords], f"{file}:{node.lineno}"
+    assert unwrapped >= 4

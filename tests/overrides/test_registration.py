@@ -15,7 +15,7 @@ from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b, qwen3_debugmodel, qwen3_moe_debug
 
 import trn_kernels
-from trn_kernels.overrides import OVERRIDES, NKIGroupedExperts, NKIRoPE, compat, nki_grouped_experts, nki_rope
+from trn_kernels.overrides import OPT_IN, OVERRIDES, NKIGroupedExperts, NKIRoPE, compat, nki_grouped_experts, nki_rope
 
 LAYERS = 8  # of torchtitan's debug model
 ROOT = Path(trn_kernels.__file__).parent
@@ -315,5 +315,6 @@ def test_import_registers_where_torchtitan_is_loaded():
         "import torchtitan.models.common\n"
         "import trn_kernels; print(*sorted(_REGISTRY))"
     )
-    names = ["trn_kernels.overrides", *(f"trn_kernels.overrides.{factory.__name__}" for _, factory in OVERRIDES)]
+    factories = [factory.__name__ for _, factory in [*OVERRIDES, *OPT_IN]]
+    names = ["trn_kernels.overrides", *(f"trn_kernels.overrides.{name}" for name in factories)]
     assert done.stdout.split() == sorted(names), done.stderr

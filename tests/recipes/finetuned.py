@@ -1,15 +1,14 @@
 """Config functions for the child processes of test_finetune.py.
 
-`RECORD` is the file that gets [step, loss, gradient norm] of each step; `KILL` a moment at which rank 0 kills itself:
+Recorded is [step, loss, gradient norm] of each step. `KILL` is a moment at which rank 0 kills itself:
 `save 4` (all data of the checkpoint of step 4 is written, its metadata is not), `step 5` or `export`.
 """
 
-import json
 import os
 import signal
 from dataclasses import dataclass
 
-from recorded import OneBatch
+from recorded import OneBatch, record
 from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
@@ -46,9 +45,8 @@ class Steps(MetricsProcessor):
 
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None):
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        record([step, global_avg_loss, grad_norm])
         if os.environ["RANK"] == "0":
-            with open(os.environ["RECORD"], "a") as file:
-                file.write(json.dumps([step, global_avg_loss, grad_norm]) + "\n")
             die_at(f"step {step}")
 
 

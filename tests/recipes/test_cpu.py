@@ -55,6 +55,7 @@ def test_prepare_refuses_to_come_too_late(monkeypatch):
 def test_prepare_names_the_cpu(monkeypatch, names):
     have_device(monkeypatch, None)
     monkeypatch.delitem(sys.modules, "torchtitan.distributed")
+    monkeypatch.setattr(dist, "all_to_all", dist.all_to_all)
     monkeypatch.setattr(titan_utils, "device_type", names[0])
     monkeypatch.setattr(titan_utils, "device_module", names[1])
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -64,6 +65,31 @@ def test_prepare_names_the_cpu(monkeypatch, names):
     properties = titan_utils.device_module.get_device_properties(0)
     peak = titan_utils.device_module.memory_stats(0)["active_bytes.all.peak"]
     assert 2**26 < peak < properties.total_memory
+
+
+def test_lists_of_unequal_tensors_are_exchanged(monkeypatch):
+    calls = []
+
+    def exchange_one(output, input, output_splits, input_splits, group=None):
+        calls.append((output_splits, input_splits, group))
+        # What two ranks with the same tensors would get from each other, seen from the first.
+        first = input[: input_splits[0]]
+        output.copy_(torch.cat([first, first]))
+
+    monkeypatch.setattr(dist, "all_to_all", lambda *arguments: calls.append("torch's"))
+    monkeypatch.setattr(dist, "all_to_all_single", exchange_one)
+    backends = {"pairs": "gloo", "device": "nccl"}
+    monkeypatch.setattr(dist, "get_backend", backends.get)
+    cpu._exchange_unequal_lists()
+    sent = [torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)]
+    received = [torch.zeros(2, 3), torch.zeros(2, 3)]
+    dist.all_to_all(received, sent, group="pairs")
+    assert calls == [([6, 6], [6, 12], "pairs")]
+    assert all(torch.equal(tensor, sent[0]) for tensor in received)
+    calls.clear()
+    dist.all_to_all(received, sent, group="device")
+    dist.all_to_all(received, sent[:1] * 2, group="pairs")  # equal sizes
+    assert calls == ["torch's"] * 2
 
 
 def test_set_timeout_is_named_where_missing(monkeypatch):

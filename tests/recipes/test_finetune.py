@@ -1,9 +1,6 @@
 """The fine-tune recipes as they are run: their loss is Transformers', their export is exact, a kill loses nothing."""
 
-import json
-import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,35 +19,19 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("finetune")
 
 
-def train(folder: Path, name: str, config: str, *flags: str, processes: int = 2, kill: str = ""):
-    """The recorded steps, the log and the exit status of one run."""
-    record = folder / f"{name}.jsonl"
-    record.unlink(missing_ok=True)
-    command = f"""
-        -m torch.distributed.run --nproc_per_node={processes} --rdzv_backend c10d --rdzv_endpoint localhost:0
-        --local-ranks-filter 0 --role rank --tee 3
-        -m trn_kernels.recipes.train --module finetuned --config {config} --dump_folder {name.split(" ")[0]}
-        --debug.seed 42 --debug.deterministic
-    """
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-        "RECORD": str(record),
-        "KILL": kill,
-        "HF_HOME": str(folder / "hf"),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *command.split(), *flags],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    (folder / f"{name}.log").write_text(done.stdout)
-    steps = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    return steps, done.stdout, done.returncode
+@pytest.fixture
+def train(workers, folder):
+    """Function that trains a config of `finetuned.py`."""
+
+    def run(name: str, config: str, *flags: str, processes: int = 2, kill: str = ""):
+        """The recorded steps and the log of rank 0, and which rank failed with which status, or None."""
+        arguments = ["--module", "finetuned", "--config", config, "--debug.seed", "42", "--debug.deterministic"]
+        arguments += ["--dump_folder", name.split(" ")[0], *flags]
+        done = workers.run(name, *arguments, processes=processes, folder=folder, may_fail=True, KILL=kill)
+        (folder / f"{name}.log").write_text(done.logs[0])
+        return done.records[0], done.logs[0], done.failed
+
+    return run
 
 
 def values(folder: Path) -> dict[str, torch.Tensor]:
@@ -58,9 +39,8 @@ def values(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def batch(monkeypatch):
+def batch():
     """What the ranks of a run train on, all of it."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
     from finetuned import Uneven
 
     return next(iter(Uneven(Uneven.Config(), dp_rank=0, seq_len=64, local_batch_size=4)))
@@ -86,11 +66,13 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("config", "checkpoint", "weights", "tolerance"), RUNS, ids=[run[0] for run in RUNS])
-def test_first_loss_is_transformers_and_the_export_is_exact(folder, batch, config, checkpoint, weights, tolerance):
+def test_first_loss_is_transformers_and_the_export_is_exact(
+    train, folder, batch, config, checkpoint, weights, tolerance
+):
     """Two processes, one step of learning rate 0, in which each tensor goes in, through FSDP, and out again."""
     flags = ["--override.imports", "trn_kernels.overrides"] if config == "native" else []
-    steps, log, status = train(folder, config, config, *flags)
-    assert status == 0, log
+    steps, log, failed = train(config, config, *flags)
+    assert failed is None, log
     expected = plain_loss(folder / weights, *batch)
     assert abs(steps[0][1] - expected) < tolerance
     kernels = config != "v5_stock"
@@ -115,18 +97,17 @@ def test_first_loss_is_transformers_and_the_export_is_exact(folder, batch, confi
     assert found.loaded == str(folder / weights)
 
 
-def test_killed_runs_resume_with_the_same_losses(folder):
-    whole, log, status = train(folder, "whole", "killed", processes=1)
-    assert status == 0, log
+def test_killed_runs_resume_with_the_same_losses(train, folder):
+    whole, log, failed = train("whole", "killed", processes=1)
+    assert failed is None, log
     assert [step for step, _, _ in whole] == [1, 2, 3, 4, 5, 6]
     checkpoint = folder / "cut" / "checkpoint_native_qwen3_debug_ft"
 
     runs, names = [], []
     for kill, left in (("save 4", {"step-2", "step-4"}), ("export", {"step-2", "step-4", ".unfinished-6"}), ("", None)):
-        steps, log, status = train(folder, f"cut {len(runs)}", "killed", processes=1, kill=kill)
-        assert (status == 0) == (kill == ""), log
+        steps, log, failed = train(f"cut {len(runs)}", "killed", processes=1, kill=kill)
+        assert failed == ((0, -signal.SIGKILL) if kill else None), log
         if kill:
-            assert "Signal 9 (SIGKILL)" in log
             assert {path.name for path in checkpoint.iterdir()} == left
         runs.append(steps)
         names.append([step for step, _, _ in steps])

@@ -1,6 +1,11 @@
 """The commands of the README, in two processes, with and without an override."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +32,33 @@ def test_rope_trains_the_same_bit_for_bit(train, dtype):
     losses = [loss for loss, _, _ in ours]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
+
+
+def test_torchrun_trains_the_same(train, tmp_path):
+    """The launcher of the tests is another one."""
+    flags = ["--training.steps", "2", "--training.seq_len", "128", "--override.imports", "trn_kernels.overrides"]
+    ours, _ = train("ours", "debug", *flags)
+    command = """
+        -m torch.distributed.run --nproc_per_node=2 --rdzv_backend c10d --rdzv_endpoint localhost:0
+        --local-ranks-filter 0 --role rank --tee 3
+        -m trn_kernels.recipes.train --module recorded --config debug --dump_folder torchrun
+        --debug.seed 42 --debug.deterministic
+    """
+    record = tmp_path / "torchrun.record"
+    environment = {"PYTHONPATH": str(Path(__file__).parent), "RECORD": str(record), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command.split(), *flags],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
+    assert launched(done.stdout) == dict.fromkeys(("rope on emulator", "rope_backward on emulator"), 2 * LAYERS)
+    steps = [json.loads(line) for line in record.read_text().splitlines()]
+    assert sorted(steps) == sorted(2 * ours)  # of both ranks
 
 
 def test_experts_train_like_stock(train):

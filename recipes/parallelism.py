@@ -1,0 +1,146 @@
+"""Refuses what a model, its sequences or the installed torch cannot be split by, before anything is built.
+
+torchtitan finds some of these out late, in the middle of the first step, or without the numbers.
+"""
+
+import inspect
+import os
+
+
+def check_parallelism(config, processes: int | None = None) -> None:
+    """Check the degrees of a `Trainer.Config` of a torchtitan decoder (Qwen3, ...); other models pass.
+
+    Args:
+        config: its paths and flags are final; its model may have been updated from it, or not yet.
+        processes: of the run; by default torchrun's `WORLD_SIZE`, else 1.
+
+    Raises:
+        ValueError: names the field, the degree and the size or the version that it does not fit.
+    """
+    model, parallelism = config.model_spec.model, config.parallelism
+    if getattr(model, "layers", None) is None:
+        return
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if processes is None else processes
+    _check_torch(parallelism, processes)
+    attention = model.layers[0].attention
+    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    expert, pipeline = parallelism.expert_parallel_degree, parallelism.pipeline_parallel_degree
+    if context > 1 and type(attention.inner_attention).__qualname__.startswith("ScaledDotProductAttention"):
+        raise ValueError(
+            f"parallelism.context_parallel_degree is {context}; it must be 1: the attention of this model is "
+            "scaled_dot_product_attention, of which torch splits the sequence only in CUDA's own kernels"
+        )
+    key_heads = getattr(attention, "n_kv_heads", None) or attention.n_heads
+    for name, heads in (("n_heads", attention.n_heads), ("n_kv_heads", key_heads)):
+        if heads % tensor:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree is {tensor}; it must divide the model's {name}, {heads}"
+            )
+    mixtures = [layer.moe for layer in model.layers if layer.moe is not None]
+    _check_sequence(config, tensor, expert if mixtures else 1)
+    if mixtures and tensor > 1 and expert == 1:
+        _check_rows(config)
+    replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    if shards < 0:
+        shards = max(processes // (replicas * context * tensor * pipeline), 1)
+    for moe in mixtures:
+        if moe.num_experts % expert:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree is {expert}; it must divide the model's {moe.num_experts} experts"
+            )
+        # Where torchtitan counts more ranks than experts, FSDP shards their hidden dimension, and that evenly.
+        inner = moe.routed_experts.inner_experts if hasattr(moe, "routed_experts") else moe.experts
+        ranks = shards * context * tensor
+        parts = ranks // expert
+        if expert == 1:
+            ranks = replicas * shards * context * (1 if parallelism.spmd_backend == "partial_dtensor" else tensor)
+        if ranks > moe.num_experts and shards > 1 and inner.hidden_dim % parts:
+            raise ValueError(
+                f"data parallelism shards {moe.num_experts} experts over {ranks} ranks, and then their hidden "
+                f"dimension, {inner.hidden_dim}, into {parts} parts, which do not divide it"
+            )
+
+
+def _check_sequence(config, tensor: int, expert: int) -> None:
+    length = config.training.seq_len
+    sequence_parallel = getattr(config.parallelism, "enable_sequence_parallel", True)
+    # Expert parallelism splits the sequence over the ranks of tensor parallelism, also without sequence parallelism.
+    if (sequence_parallel or expert > 1) and length % tensor:
+        reason = "sequence parallelism" if sequence_parallel else f"expert parallelism of degree {expert}"
+        raise ValueError(
+            f"training.seq_len is {length}; {reason} splits it over parallelism.tensor_parallel_degree {tensor}, "
+            "which must divide it"
+        )
+    chunks = getattr(config.loss, "num_chunks", 1)
+    if length % chunks:
+        raise ValueError(f"training.seq_len is {length}; loss.num_chunks, {chunks}, must divide it")
+
+
+def _check_rows(config) -> None:
+    """Refuse one row at a time through experts under tensor parallelism alone, where weights are DTensors.
+
+    Measured with torch 2.13 and 2.14 and torchtitan's own experts too: a gradient of the router is then sharded on the
+    sequence, and the experts' partial sums, of the same tensor, are lost beside it. The norm before the experts gets
+    a tenth of its gradient. With more rows, expert parallelism, no sequence parallelism or spmd_types all is right.
+    """
+    parallelism = config.parallelism
+    if parallelism.spmd_backend == "spmd_types" or not getattr(parallelism, "enable_sequence_parallel", True):
+        return
+    pipeline = parallelism.pipeline_parallel_degree > 1
+    rows = parallelism.pipeline_parallel_microbatch_size if pipeline else config.training.local_batch_size
+    if rows == 1:
+        name = "parallelism.pipeline_parallel_microbatch_size" if pipeline else "training.local_batch_size"
+        raise ValueError(
+            f"{name} is 1; with parallelism.tensor_parallel_degree {parallelism.tensor_parallel_degree}, "
+            f"expert_parallel_degree 1 and spmd_backend {parallelism.spmd_backend!r} torchtitan loses gradients of "
+            "experts then: it must be 2 or more, or the expert degree"
+        )
+
+
+def _check_torch(parallelism, processes: int) -> None:
+    import torch
+
+    if parallelism.spmd_backend == "spmd_types" and processes > 1 and not shards_typed_parameters():
+        raise ValueError(
+            "parallelism.spmd_backend is 'spmd_types', which in more than one process needs torch 2.14 or newer; "
+            f"with torch {torch.__version__} it must be 'partial_dtensor'"
+        )
+    split_by_experts = parallelism.tensor_parallel_degree > 1 and parallelism.expert_parallel_degree > 1
+    if (
+        split_by_experts
+        and not getattr(parallelism, "enable_sequence_parallel", True)
+        and not shards_typed_parameters()  # the same release: DTensor then also redistributes to partial sums
+    ):
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {parallelism.expert_parallel_degree} and tensor_parallel_degree "
+            f"{parallelism.tensor_parallel_degree}; together they need enable_sequence_parallel with torch "
+            f"{torch.__version__}, and do without from torch 2.14"
+        )
+    if parallelism.pipeline_parallel_degree > 1 and not schedules_take_microbatches():
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; torchtitan's pipelines "
+            f"need torch 2.14 or newer, and this is {torch.__version__}: it must be 1"
+        )
+
+
+def shards_typed_parameters() -> bool:
+    """Can FSDP shard the plain, typed parameters of torchtitan's default backend `spmd_types`? From torch 2.14."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return hasattr(FSDPParam, "_restore_spmd_types")
+
+
+def schedules_take_microbatches() -> bool:
+    """Do pipeline schedules take micro-batches as torchtitan 0.3 hands them over? From torch 2.14."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    return "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
+
+
+def fit_torch(config) -> None:
+    """Choose torchtitan's older backend, in place, where the installed torch has no other. Other fields stay.
+
+    For the functions that make a config: what a command line asks for later is checked, not changed.
+    """
+    if config.parallelism.spmd_backend == "spmd_types" and not shards_typed_parameters():
+        config.parallelism.spmd_backend = "partial_dtensor"
