@@ -2,6 +2,7 @@
 
     python -m trn_kernels.recipes.plan --config native_qwen3_4b --ranks 64 --tp 4
     python -m trn_kernels.recipes.plan --config nki_qwen3_30b_a3b --ranks 64 --ep 8 --ac full
+    python -m trn_kernels.recipes.plan table docs/scale-out.md  # writes the table there anew
 
 The recipe's model, torchtitan's own parallelisation, loss and optimizer run two steps as rank 0 of N on tensors that
 have shapes but no memory (PyTorch's fake tensors and fake process group). What they allocate and free is added up; the
@@ -23,6 +24,7 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -75,15 +77,16 @@ class Plan:
         degrees = ", ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1) or "no sharding"
         lines = [
             f"{self.model}, {self.total_parameters / 1e9:.3g} billion parameters",
-            f"{self.ranks} ranks ({degrees}), {self.batch}, activation checkpointing {self.checkpointing}",
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} ({degrees}), {self.batch}, "
+            f"activation checkpointing {self.checkpointing}",
             "",
             *(f"{name:<12}{self.parts[name] / 2**30:9.3f} GiB  {what}" for name, what in PARTS.items()),
             f"{'peak':<12}{self.peak / 2**30:9.3f} GiB  in the {self.moment}",
             f"{'HBM':<12}{hbm / 2**30:9.3f} GiB  of one logical core" + (" (trn2, LNC=2)" if hbm == HBM_TRN2 else ""),
         ]
         left = (hbm - self.peak) / 2**30
-        verdict = f"fits, {left:.2f} GiB left for the runtime" if left >= 0 else f"does not fit, {-left:.2f} GiB missing"
-        return "\n".join([*lines, verdict])
+        lines.append(f"fits, {left:.2f} GiB left for the runtime" if left >= 0 else f"does not fit by {-left:.2f} GiB")
+        return "\n".join(lines)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -306,7 +309,8 @@ def _step(tracker, model, loss_fn, optimizers, context, config, dims, micro_batc
 
     training = config.training
     tracker.phase = "step"
-    optimizers.zero_grad(set_to_none=True)
+    # With CUDA graphs, which other devices leave out with a warning, torchtitan keeps gradients and zeroes them.
+    optimizers.zero_grad(set_to_none=getattr(training, "disable_cuda_graphs", True))
     for _ in range(micro_batches):
         tracker.phase = "activations"
         inputs, positions, labels = torch.zeros(
@@ -389,8 +393,7 @@ def _checkpointing_name(config) -> str:
     return "none" if config is None else type(config).__qualname__.split(".")[0].removesuffix("AC").lower()
 
 
-def parse(arguments: list[str] | None = None):
-    """(options, torchtitan's parsed config) of a command line; what is not ours goes to torchtitan."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trn_kernels.recipes.plan",
         description=__doc__.split("\n")[0],
@@ -403,11 +406,16 @@ def parse(arguments: list[str] | None = None):
     for name, field in _AXES.items():
         parser.add_argument(f"--{name}", type=int, help=f"parallelism.{field} (default: the recipe's)")
     parser.add_argument("--ac", choices=("none", "selective", "full"), help="activation checkpointing")
-    parser.add_argument("--hbm", type=float, default=HBM_TRN2 / 2**30, help="GiB of a rank (default: trn2, %(default)g)")
+    parser.add_argument("--hbm", type=float, default=HBM_TRN2 / 2**30, help="GiB of a rank (default: %(default)g)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of a table")
-    options, rest = parser.parse_known_args(arguments)
+    return parser
+
+
+def parse(arguments: list[str] | None = None):
+    """(options, torchtitan's parsed config) of a command line; what is not ours goes to torchtitan."""
     from torchtitan.config import ConfigManager
 
+    options, rest = _parser().parse_known_args(arguments)
     config = ConfigManager().parse_args(["--module", options.module, "--config", options.config, *rest])
     for name, field in _AXES.items():
         if getattr(options, name) is not None:
@@ -415,6 +423,64 @@ def parse(arguments: list[str] | None = None):
     if options.ac is not None:
         config.activation_checkpoint = _checkpointing(options.ac)
     return options, config
+
+
+_LARGE, _FULL = "nki_qwen3_30b_a3b", "nki_qwen3_30b_a3b_full"
+ROWS = (
+    "native_qwen3_4b --ranks 64",
+    "native_qwen3_4b --ranks 64 --tp 4",
+    "native_qwen3_4b --ranks 256 --tp 4",
+    "native_qwen3_4b --ranks 256 --tp 4 --replicate 4 --fsdp 16",
+    "native_qwen3_4b --ranks 1024 --tp 4 --training.global_batch_size 256",
+    f"{_LARGE} --ranks 64",
+    f"{_LARGE} --ranks 64 --ep 8",
+    f"{_LARGE} --ranks 64 --tp 4 --ep 8",
+    f"{_LARGE} --ranks 256 --ep 8",
+    f"{_FULL} --ranks 64",
+    f"{_FULL} --ranks 64 --ep 8",
+    f"{_FULL} --ranks 64 --tp 4 --ep 16",
+    f"{_FULL} --ranks 256 --ep 16",
+    f"{_FULL} --ranks 1024 --ep 16",
+)
+"""What is in the table of docs/scale-out.md: recipe and flags."""
+
+_BEGIN, _END = "<!-- table of recipes/plan.py -->", "<!-- end of the table -->"
+
+
+def table_row(row: str) -> str:
+    """One line of the table in docs/scale-out.md, for one of `ROWS`."""
+    # Recipes for Neuron are without CUDA graphs.
+    result = run(["--config", *row.split(), "--training.disable_cuda_graphs"])
+    parts, degrees = result.parts, result.degrees
+    state = sum(parts[name] for name in ("parameters", "buffers", "gradients", "optimizer"))
+    work = sum(parts[name] for name in ("activations", "loss", "backward", "step"))
+    sizes = (f"{size / 2**30:.2f}" for size in (state, parts["fsdp"], work, result.peak))
+    axes = (degrees[axis] for axis in ("dp_replicate", "dp_shard", "tp", "ep"))
+    cells = (row.split()[0], result.ranks // 64, *axes, *sizes, result.moment)
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def write_table(path: str) -> None:
+    """Replace the table in a Markdown file."""
+    before, _, rest = Path(path).read_text().partition(_BEGIN)
+    _, found, after = rest.partition(_END)
+    if not found:
+        raise ValueError(f"{path} has no lines {_BEGIN!r} and {_END!r}")
+    head = (
+        "| config | instances | replicate | fsdp | tp | ep | state | FSDP buffers | activations | peak | where |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    )
+    Path(path).write_text("\n".join([before + _BEGIN, *head, *map(table_row, ROWS), _END + after]))
+
+
+def run(arguments: list[str]) -> Plan:
+    """The plan of a command line."""
+    from trn_kernels.recipes import cpu
+
+    options, config = parse(arguments)
+    cpu.prepare_config(config, always=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        return plan(config, options.ranks)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -427,10 +493,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     import trn_kernels.overrides.registry  # noqa: F401
 
-    options, config = parse(arguments)
-    cpu.prepare_config(config, always=True)
-    with contextlib.redirect_stdout(sys.stderr):
-        result = plan(config, options.ranks)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["table"]:
+        write_table(*arguments[1:])
+        return 0
+    options = _parser().parse_known_args(arguments)[0]
+    result = run(arguments)
     hbm = round(options.hbm * 2**30)
     print(json.dumps(asdict(result) | {"peak": result.peak}) if options.json else result.table(hbm))
     return int(result.peak > hbm)

@@ -113,6 +113,11 @@ def nki_qwen3_30b_a3b() -> Trainer.Config:
     return qwen3_nki_moe_config("30B-A3B", compile_config=eager, n_layers=4, num_experts=64, top_k=4)
 
 
+def nki_qwen3_30b_a3b_full() -> Trainer.Config:
+    """All 48 layers and 128 experts of Qwen3-30B-A3B, 8 of them per token; for its memory see docs/scale-out.md."""
+    return qwen3_nki_moe_config("30B-A3B", compile_config=CompileConfig(enable=False, backend="neuron"))
+
+
 def nki_qwen3_moe_debug() -> Trainer.Config:
     """The same recipe with 4 layers of torchtitan's debug model, 8 experts, 2 per token, for two CPU cores."""
     config = _for_two_cores(qwen3_nki_moe_config("debugmodel_moe", n_layers=4, num_experts=8, top_k=2))
