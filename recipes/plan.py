@@ -204,6 +204,7 @@ def plan(config, ranks: int) -> Plan:
         ranks: processes of the training.
 
     Raises:
+        RuntimeError: torchtitan is older than 0.3, or this process has process groups.
         ValueError: a layout that torchtitan refuses, or one of those that are not planned for: pipeline
             parallelism, offloading to the CPU.
     """
@@ -212,6 +213,8 @@ def plan(config, ranks: int) -> Plan:
 
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, must be at least 1")
+    if not hasattr(config.training, "disable_cuda_graphs"):
+        raise RuntimeError("plan needs torchtitan 0.3; this build is an older one")
     if dist.is_initialized():
         raise RuntimeError("plan needs a process of its own: torch.distributed is in use")
     if config.parallelism.pipeline_parallel_degree > 1:
@@ -310,7 +313,7 @@ def _step(tracker, model, loss_fn, optimizers, context, config, dims, micro_batc
     training = config.training
     tracker.phase = "step"
     # With CUDA graphs, which other devices leave out with a warning, torchtitan keeps gradients and zeroes them.
-    optimizers.zero_grad(set_to_none=getattr(training, "disable_cuda_graphs", True))
+    optimizers.zero_grad(set_to_none=training.disable_cuda_graphs)
     for _ in range(micro_batches):
         tracker.phase = "activations"
         inputs, positions, labels = torch.zeros(

@@ -34,8 +34,8 @@ def main() -> None:
     import trn_kernels.overrides.registry  # noqa: F401
 
     class Config(torchtitan.train.ConfigManager):
-        def parse_args(self, args=None):
-            config = super().parse_args(args)
+        def parse_args(self, *args, **kwargs):
+            config = super().parse_args(*args, **kwargs)
             cpu.prepare_config(config)
             return config
 
