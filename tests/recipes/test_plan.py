@@ -13,7 +13,7 @@ from trn_kernels.recipes import plan
 
 ROOT = Path(trn_kernels.__file__).resolve().parent
 ENVIRONMENT = {
-    "PYTHONPATH": str(Path(__file__).parent),
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     "OMP_NUM_THREADS": "1",
     # What is freed goes back at once, so that the resident set follows the tensors.
     "MALLOC_ARENA_MAX": "1",
