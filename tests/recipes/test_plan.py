@@ -69,7 +69,7 @@ def test_planned_is_measured(tmp_path, config, ranks):
     measured = [int(text.split()[1]) for text in log.split("measured ")[1:]]
     assert len(measured) == ranks, log
     result = planned(tmp_path, "--module", "measured", "--config", config, "--ranks", str(ranks))
-    assert result["peak"] > 200e6  # small against what a process takes beside its tensors
+    assert result["peak"] > 150e6  # small against what a process takes beside its tensors
     for bytes_ in measured:
         assert result["peak"] == pytest.approx(bytes_, rel=0.1), result
 
