@@ -42,17 +42,21 @@ class _MissingTriton(ModuleType):
         return missing
 
 
-def prepare() -> None:
-    """Make torchtitan train on the CPU, where there is no accelerator. Must precede the trainer's import."""
-    if accelerator() is None:
+def prepare(always: bool = False) -> None:
+    """Make torchtitan train on the CPU, where there is no accelerator. Must precede the trainer's import.
+
+    Args:
+        always: also where there is one.
+    """
+    if always or accelerator() is None:
         _use_cpu_device()
         _name_set_timeout()
         _exchange_unequal_lists()
 
 
-def prepare_config(config) -> None:
-    """Make a parsed torchtitan `Trainer.Config` fit the CPU in place, where there is no accelerator."""
-    if accelerator() is None:
+def prepare_config(config, always: bool = False) -> None:
+    """Make a parsed torchtitan `Trainer.Config` fit the CPU in place, where there is no accelerator (or `always`)."""
+    if always or accelerator() is None:
         _shard_plain_parameters(config)
         _sum_gradients(config)
 

@@ -45,9 +45,20 @@ def v5_qwen3_4b(nki_kernels: bool = True) -> Trainer.Config:
     Args:
         nki_kernels: run RoPE in our kernel.
     """
-    from trn_kernels.recipes.v5 import v5_qwen3_config  # Transformers' backend is an experiment: only for who uses it
+    return _v5_qwen3_config()(_MODEL_4B, _ASSETS_4B, nki_kernels=nki_kernels)
 
-    return v5_qwen3_config(_MODEL_4B, _ASSETS_4B, nki_kernels=nki_kernels)
+
+def _v5_qwen3_config():
+    # torchtitan's transformers backend is an experiment: imported only by who uses it.
+    try:
+        from trn_kernels.recipes.v5 import v5_qwen3_config
+    except (ImportError, TypeError, AttributeError) as error:
+        raise RuntimeError(
+            "v5_ recipes need torchtitan's transformers_modeling_backend as of 20 July 2026 or later; the installed "
+            f"one does not import with the installed Transformers ({type(error).__name__}: {error}). "
+            "Recipes named native_ and nki_ do without it"
+        ) from error
+    return v5_qwen3_config
 
 
 def v5_qwen3_4b_finetune(nki_kernels: bool = True) -> Trainer.Config:
@@ -57,10 +68,8 @@ def v5_qwen3_4b_finetune(nki_kernels: bool = True) -> Trainer.Config:
 
 def v5_qwen3_debug(nki_kernels: bool = True) -> Trainer.Config:
     """The same recipe around a tiny Qwen3, made in `assets/debug_qwen3` of the current folder, for two CPU cores."""
-    from trn_kernels.recipes.v5 import v5_qwen3_config
-
     folder = str(debug_model())
-    config = _for_two_cores(v5_qwen3_config(folder, folder, nki_kernels=nki_kernels))
+    config = _for_two_cores(_v5_qwen3_config()(folder, folder, nki_kernels=nki_kernels))
     config.hf_assets_path = folder
     config.debug.print_config = False
     return config
@@ -112,6 +121,11 @@ def nki_qwen3_30b_a3b() -> Trainer.Config:
     """
     eager = CompileConfig(enable=False, backend="neuron")
     return qwen3_nki_moe_config("30B-A3B", compile_config=eager, n_layers=4, num_experts=64, top_k=4)
+
+
+def nki_qwen3_30b_a3b_full() -> Trainer.Config:
+    """All 48 layers and 128 experts of Qwen3-30B-A3B, 8 of them per token; for its memory see docs/scale-out.md."""
+    return qwen3_nki_moe_config("30B-A3B", compile_config=CompileConfig(enable=False, backend="neuron"))
 
 
 def nki_qwen3_moe_debug() -> Trainer.Config:
@@ -272,7 +286,9 @@ def _native_qwen3(
         _set_rope(model, theta, max_positions)
     _reduce(model, flavor, *reduced)
     match_hf_config(model, hf_assets_path)
-    config.loss.loss_fn.global_vocab_size = model.vocab_size
+    loss = getattr(config.loss, "loss_fn", config.loss)
+    if hasattr(loss, "global_vocab_size"):  # older builds look at the logits
+        loss.global_vocab_size = model.vocab_size
     config.hf_assets_path = hf_assets_path
     config.dataloader.dataset = "c4_test"
     config.training.steps = 10
@@ -294,8 +310,15 @@ def _for_two_cores(config: Trainer.Config) -> Trainer.Config:
     config.lr_scheduler.warmup_steps = 2
     config.training.seq_len = 256
     config.training.local_batch_size = 2
-    config.activation_checkpoint = None
+    _keep_activations(config)
     return config
+
+
+def _keep_activations(config: Trainer.Config) -> None:
+    if hasattr(config.activation_checkpoint, "mode"):  # before 15 June 2026, one class for every policy
+        config.activation_checkpoint.mode = "none"
+    else:
+        config.activation_checkpoint = None
 
 
 def _finetune_debug(config: Trainer.Config, folder: str, weights: str | Path) -> Trainer.Config:

@@ -35,8 +35,8 @@ def main() -> None:
     from trn_kernels.recipes.parallelism import check_parallelism
 
     class Config(torchtitan.train.ConfigManager):
-        def parse_args(self, args=None):
-            config = super().parse_args(args)
+        def parse_args(self, *args, **kwargs):
+            config = super().parse_args(*args, **kwargs)
             cpu.prepare_config(config)
             check_parallelism(config)
             return config

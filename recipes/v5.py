@@ -91,18 +91,19 @@ class TransformersQwen3(HFTransformerModel):
 
 def parallelize(model: nn.Module, *, parallel_dims, **kwargs) -> nn.Module:
     """torchtitan's parallelisation, by FSDP over plain parameters where torch cannot annotate them (before 2.14)."""
-    resolve = titan.resolve_fsdp_mesh
+    resolve = getattr(titan, "resolve_fsdp_mesh", None)  # builds without it shard over such a mesh anyway
 
     def mesh_of_data_only(dims):
         axes = ["dp_replicate", "dp_shard"] if dims.dp_replicate_enabled else ["dp_shard"]
         return dims.get_mesh(axes), None
 
-    if parallel_dims.world_size > 1 and not shards_typed_parameters():
+    if resolve is not None and parallel_dims.world_size > 1 and not shards_typed_parameters():
         titan.resolve_fsdp_mesh = mesh_of_data_only
     try:
         return titan.parallelize_hf_transformers(model, parallel_dims=parallel_dims, **kwargs)
     finally:
-        titan.resolve_fsdp_mesh = resolve
+        if resolve is not None:
+            titan.resolve_fsdp_mesh = resolve
 
 
 def _causal_sdpa(module: nn.Module, query, key, value, attention_mask, **kwargs):

@@ -1,13 +1,16 @@
-"""Proofs after a run: is the export a standard checkpoint, does the log show the run that was meant.
+"""Proofs after a run: is the export a standard checkpoint, does the log show the run that was meant and its losses.
 
     python -m trn_kernels.recipes.verify export DIR [--reference DIR] [--max-logit-difference X]
     python -m trn_kernels.recipes.verify log FILE [--ranks N] [--layers N] [--first-loss X] [--override TEXT]
+    python -m trn_kernels.recipes.verify losses RUN GOLDEN [--tolerance X]
+    python -m trn_kernels.recipes.verify losses RUN --write GOLDEN
 
 Each prints what it finds, one fact a line, and its complaints last, marked FAIL. The exit status is 1 if there are any.
 """
 
 import argparse
 import gc
+import json
 import math
 import re
 import sys
@@ -359,6 +362,86 @@ def draw(log: Log, path: str | Path, title: str = "") -> None:
     plt.close(figure)
 
 
+# -- losses ---------------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-4
+"""Relative difference of a float32 loss that other versions of torch and other machines make at most."""
+
+_TENSORBOARD = {"loss": "loss_metrics/global_avg_loss", "grad_norm": "grad_norm"}
+
+
+def read_losses(path: str | Path) -> dict[int, dict[str, float]]:
+    """Loss and gradient norm by step, from a golden file, a training log, or a folder of TensorBoard's events.
+
+    Raises:
+        ValueError: nothing of that in `path`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        steps = _read_tensorboard(path)
+    elif path.suffix == ".json":
+        steps = {int(step): values for step, values in json.loads(path.read_text())["steps"].items()}
+    else:
+        steps = {int(s["step"]): {name: s[name] for name in _TENSORBOARD} for s in read_log(path).steps}
+    if not steps:
+        raise ValueError(f"no losses in {path}")
+    return steps
+
+
+def _read_tensorboard(folder: Path) -> dict[int, dict[str, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = sorted(folder.rglob("events.out.tfevents.*"))
+    if len(files) != 1:
+        raise ValueError(f"{folder} has {len(files)} files of TensorBoard's events, must be 1: one run")
+    events, steps = EventAccumulator(str(files[0])).Reload(), defaultdict(dict)
+    for name, tag in _TENSORBOARD.items():
+        for event in events.Scalars(tag) if tag in events.Tags()["scalars"] else ():
+            steps[event.step][name] = event.value
+    return dict(steps)
+
+
+def write_losses(steps: dict[int, dict[str, float]], path: str | Path, tolerance: float = TOLERANCE) -> None:
+    """Write a golden file: loss and gradient norm by step, and the tolerance to compare with."""
+    steps = {str(step): {name: round(value, 5) for name, value in values.items()} for step, values in steps.items()}
+    Path(path).write_text(json.dumps({"tolerance": tolerance, "steps": steps}, indent=1) + "\n")
+
+
+def verify_losses(run: str | Path, golden: str | Path, tolerance: float | None = None) -> Report:
+    """Has `run` the losses of `golden`? Both as `read_losses` takes them.
+
+    Args:
+        run: may have more steps.
+        golden: all its steps must be in `run`.
+        tolerance: largest relative difference of a loss; None takes the golden file's. Gradient norms are only shown.
+
+    Returns:
+        A table as facts; each loss that differs by more, that is missing or not finite, is a complaint.
+    """
+    ours, theirs, report = read_losses(run), read_losses(golden), Report()
+    if tolerance is None:
+        stored = json.loads(Path(golden).read_text()) if Path(golden).suffix == ".json" else {}
+        tolerance = stored.get("tolerance", TOLERANCE)
+    report.facts.append(f"{'step':>4} {'loss':>9} {'golden':>9} {'difference':>10}   {'grad_norm':>9} {'golden':>9}")
+    largest = 0.0
+    for step, right in sorted(theirs.items()):
+        if step not in ours:
+            report.problems.append(f"no loss of step {step} in {run}")
+            continue
+        found = ours[step]
+        difference = abs(found["loss"] - right["loss"]) / abs(right["loss"])
+        norms = f"{found.get('grad_norm', math.nan):9.4f} {right.get('grad_norm', math.nan):9.4f}"
+        report.facts.append(f"{step:4} {found['loss']:9.5f} {right['loss']:9.5f} {difference:10.1e}   {norms}")
+        if not difference <= tolerance:
+            report.problems.append(
+                f"loss of step {step} is {found['loss']:.7g}, golden {right['loss']:.7g}: differs by {difference:.1e}, "
+                f"more than {tolerance:.1e}"
+            )
+        largest = max(largest, difference)
+    report.facts.append(f"largest relative difference of a loss: {largest:.1e}, tolerance {tolerance:.1e}")
+    return report
+
+
 # -- command line ---------------------------------------------------------------------------------------
 
 
@@ -378,8 +461,25 @@ def main(arguments: list[str] | None = None) -> int:
     log.add_argument("--tolerance", type=float, default=0.05, help="of the first loss, relative (default 0.05)")
     log.add_argument("--override", action="append", default=[], help="part of a replacement that there must be")
     log.add_argument("--png", help="where to draw the curves (default: FILE.png)")
+    losses = commands.add_parser("losses", help="compare the losses of two runs, or of a run with a golden file")
+    losses.add_argument("run", help="a training log, a folder of TensorBoard's events, or a golden file")
+    losses.add_argument("golden", nargs="?", help="the same, to compare with")
+    losses.add_argument("--tolerance", type=float, help=f"relative (default: the golden file's, else {TOLERANCE})")
+    losses.add_argument("--write", metavar="GOLDEN", help="write the losses of the run there instead")
     options = parser.parse_args(arguments)
-    if options.command == "export":
+    if options.command == "losses":
+        if (options.golden is None) == (options.write is None):
+            losses.error("give either a second run or --write")
+        try:
+            if options.write is None:
+                report = verify_losses(options.run, options.golden, options.tolerance)
+            else:
+                steps = read_losses(options.run)
+                write_losses(steps, options.write, TOLERANCE if options.tolerance is None else options.tolerance)
+                report = Report([f"{len(steps)} steps in {options.write}"])
+        except ValueError as error:
+            report = Report(problems=[str(error)])
+    elif options.command == "export":
         from trn_kernels.recipes.cpu import stub_triton
 
         stub_triton()
