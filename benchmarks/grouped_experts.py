@@ -25,8 +25,8 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 class Problem:
     """One mixture-of-experts layer on one logical core.
 
-    ``routing``: "balanced", every token draws its experts uniformly, as a router with balanced load does; "equal",
-    every expert has as many rows; "skewed", expert i is drawn in proportion to 1 / (i + 1); "one expert" gets all.
+    ``routing``: "balanced", every expert has as many rows; "random", every token draws its experts uniformly;
+    "skewed", it draws expert i in proportion to 1 / (i + 1); "one expert" gets all.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Problem:
 
     @functools.cache  # noqa: B019  a few problems, made once
     def _counts(self) -> np.ndarray:
-        if self.routing == "equal":
+        if self.routing == "balanced":
             return np.full(self.num_experts, self.rows // self.num_experts)
         if self.routing == "one expert":
             return np.eye(self.num_experts, dtype=np.int64)[self.num_experts // 2] * self.rows
@@ -128,7 +128,7 @@ def cases(full: bool = False) -> Iterator[Case]:
     yield ours(reduced(4096), "both", 2)
     for direction in ("forward", "backward"):
         yield ours(reduced(4096), direction, 1)
-    for routing in ("equal", "skewed", "one expert"):
+    for routing in ("random", "skewed", "one expert"):
         for direction in ("forward", "backward"):
             yield ours(reduced(4096, routing), direction, 2)
     yield from nkilib(reduced(4096), *NKILIB)

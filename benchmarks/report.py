@@ -206,8 +206,8 @@ Backends: `model` is the emulator's cost model, no measurement. `trn2` is measur
 synchronised calls. `cpu` is PyTorch on the CPU of the machine that made this report; such times can only be compared
 with each other, which is what their ratio does, and no NKI kernel ran there.
 
-Shapes: "balanced" routing is what uniform draws give, so experts differ; "equal" gives all the same; "skewed" draws
-expert i in proportion to 1 / (i + 1); "one expert" gets every row. "forward" of the experts keeps what the backward
+Shapes: "balanced" routing gives every expert as many rows; "random" is what uniform draws give; "skewed" draws expert
+i in proportion to 1 / (i + 1); "one expert" gets every row. "forward" of the experts keeps what the backward
 needs, "inference" does not; "both" is forward and backward.
 
 For comparison: the published RoPE permutes and copies queries and keys before and after `rope_hf`; a copy counts as

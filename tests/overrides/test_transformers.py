@@ -385,5 +385,5 @@ def test_torchtitan_may_come_later():
         "from trn_kernels.overrides import nki_rope",
         "print(*sorted(_REGISTRY))",
     ]
-    names = ["", ".nki_grouped_experts", ".nki_rope"]
+    names = ["", ".nki_grouped_experts", ".nki_rope", ".nki_selective_ac"]
     assert run("\n".join(lines)) == ["False", "0", *(f"trn_kernels.overrides{name}" for name in names)]

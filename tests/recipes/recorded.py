@@ -280,7 +280,7 @@ def large_moe() -> Trainer.Config:
     config.dataloader = Batches.Config()
     config.training.steps = 0
     config.training.seq_len = 64
-    config.training.local_batch_size = 1
+    config.training.local_batch_size = 2
     config.checkpoint = derive(config.checkpoint, RecordedShapes.Config, enable=True)
     return config
 

@@ -11,7 +11,7 @@ from torchtitan.experiments.transformers_modeling_backend.model import HFTransfo
 from torchtitan.experiments.transformers_modeling_backend.trainer import HFTransformerTrainer
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from trn_kernels.recipes import cpu, qwen3, v5
+from trn_kernels.recipes import cpu, parallelism, qwen3, v5
 from trn_kernels.recipes.assets import debug_model
 from trn_kernels.recipes.checkpoints import loaded_from
 
@@ -239,10 +239,7 @@ def test_mesh_of_plain_parameters(monkeypatch, capable, world_size):
         return model
 
     monkeypatch.setattr(v5.titan, "parallelize_hf_transformers", parallelize)
-    if capable:
-        monkeypatch.setattr(v5.FSDPParam, "_restore_spmd_types", None, raising=False)
-    else:
-        monkeypatch.delattr(v5.FSDPParam, "_restore_spmd_types", raising=False)
+    monkeypatch.setattr(v5, "shards_typed_parameters", lambda: capable)
     assert v5.parallelize("model", parallel_dims=dims) == "model"
     assert v5.titan.resolve_fsdp_mesh is original
     replaced = not capable and world_size > 1
@@ -254,7 +251,7 @@ def test_mesh_of_plain_parameters(monkeypatch, capable, world_size):
 
 def test_cpu_keeps_the_backend_that_transformers_needs(assets, monkeypatch):
     monkeypatch.setattr(cpu, "accelerator", lambda: None)
-    monkeypatch.delattr(v5.FSDPParam, "_restore_spmd_types", raising=False)
+    monkeypatch.setattr(parallelism, "shards_typed_parameters", lambda: False)
     config = v5.v5_qwen3_config(str(assets), str(assets))
     cpu.prepare_config(config)
     assert config.parallelism.spmd_backend == "spmd_types"
