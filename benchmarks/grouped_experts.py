@@ -25,7 +25,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 class Problem:
     """One mixture-of-experts layer on one logical core.
 
-    ``routing``: "balanced", every expert has as many rows; "random", every token draws its experts uniformly;
+    ``routing``: "balanced", every expert has as many rows, to one; "random", every token draws its experts uniformly;
     "skewed", it draws expert i in proportion to 1 / (i + 1); "one expert" gets all.
     """
 
@@ -56,7 +56,7 @@ class Problem:
     @functools.cache  # noqa: B019  a few problems, made once
     def _counts(self) -> np.ndarray:
         if self.routing == "balanced":
-            return np.full(self.num_experts, self.rows // self.num_experts)
+            return self.rows // self.num_experts + (np.arange(self.num_experts) < self.rows % self.num_experts)
         if self.routing == "one expert":
             return np.eye(self.num_experts, dtype=np.int64)[self.num_experts // 2] * self.rows
         chance = np.ones(self.num_experts)
