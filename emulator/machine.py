@@ -65,7 +65,7 @@ class Core:
     def ndarray(self, shape, dtype, region: MemoryRegion, name: str, address: tuple[int, int] | None = None) -> Tensor:
         """Allocate. The n-th ``shared_hbm`` tensor of every core is one tensor."""
         if region is not MemoryRegion.shared_hbm:
-            tensor = allocate(shape, dtype, region, name, self._launch.check_unwritten)
+            tensor = self._launch.allocate(shape, dtype, region, name)
             storage, loop = tensor.storage, self.innermost_loop
             storage.loop, storage.slot = loop, (*loop.path, loop.ordinal())
             storage.address, storage.where = address, kernel_location()
@@ -73,7 +73,7 @@ class Core:
         at = self.shared_count
         self.shared_count += 1
         if at == len(self._shared):
-            self._shared.append(allocate(shape, dtype, region, name, self._launch.check_unwritten))
+            self._shared.append(self._launch.allocate(shape, dtype, region, name))
             self._launch.adopt(self._shared[-1])
         tensor = self._shared[at]
         wanted = dtypes.name_of(dtype)
@@ -141,14 +141,16 @@ class Core:
 class _Launch:
     """What the cores of one launch share."""
 
-    def __init__(self, cores: int, has_grid: bool, check_unwritten: bool, check_races: bool):
+    def __init__(self, cores: int, has_grid: bool, shape_only: bool):
         self.cores = cores
         self.has_grid = has_grid
-        self.check_unwritten = check_unwritten
+        checked = not shape_only and "never-written" not in _unchecked
+        self.allocate = functools.partial(allocate, checked=checked, floats=not shape_only, chip=arch.target())
         self.shared: list[Tensor] = []
         self.trips: list[int] = []
         self.turns: Turns | None = None
-        self._watched: list[Storage] | None = [] if check_races and cores == 2 else None
+        watched = not shape_only and "core-race" not in _unchecked and cores == 2
+        self._watched: list[Storage] | None = [] if watched else None
 
     def adopt(self, tensor: Tensor) -> None:
         """A tensor in shared HBM, an argument or a new one."""
@@ -296,12 +298,7 @@ class Simulation:
         dtypes.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         shape_only = recorders is not None and any(r.shape_only for r in recorders)
-        launch = _Launch(
-            cores,
-            self.kernel.lnc is not None,
-            check_unwritten="never-written" not in _unchecked and not shape_only,
-            check_races="core-race" not in _unchecked and not shape_only,
-        )
+        launch = _Launch(cores, self.kernel.lnc is not None, shape_only)
         for name, value in bound.arguments.items():
             if interop.is_torch(value):
                 torch_like, value = True, interop.to_numpy(value)

@@ -37,8 +37,8 @@ class Event:
 
     name: str
     cost: Cost
-    reads: tuple[tuple[object, object], ...]
-    writes: tuple[tuple[object, object], ...]
+    reads: list[tuple[object, object]]
+    writes: list[tuple[object, object]]
     """(buffer, view of it) that it reads and writes."""
     start: float = 0.0
 
@@ -234,11 +234,7 @@ class Recorder:
     def issue(self, name: str, reads: list[Tensor], writes: list[Tensor], args, kwargs) -> bool:
         """Record an instruction; False where its semantics need not run, which is in a shape-only run."""
         at = len(self.report.events)
-        # Parts of a tensor in HBM that are written are never told apart: each write is its own view.
-        read, written = (
-            tuple((_buffer(t), (t.offset, t.shape, t.strides) if t.buffer.on_chip else at) for t in tensors)
-            for tensors in (reads, writes)
-        )
+        read, written = [[_access(t, at) for t in tensors] for tensors in (reads, writes)]
         if name == "core_barrier":  # what follows on this tensor waits for the meeting
             written = read
         cost = model.cost_of(name)(*args, **kwargs)
@@ -256,8 +252,12 @@ class Recorder:
         _schedule(self.report)
 
 
-def _buffer(t: Tensor) -> object:
-    return t.storage if t.storage.slot is None else t.storage.slot
+def _access(t: Tensor, at: int) -> tuple[object, object]:
+    """The buffer and the view of it that instruction ``at`` reads or writes."""
+    storage = t.storage
+    # Parts of a tensor in HBM that are written are never told apart: each write is its own view.
+    view = (t.offset, t.shape, t.strides) if storage.region.on_chip else at
+    return storage if storage.slot is None else storage.slot, view
 
 
 class _Epoch:

@@ -1,12 +1,13 @@
 """Tensors of NKI: a storage in one of the memories and a strided view of it.
 
 An address is ``offset + sum(stride_k * i_k)`` in elements of the view's dtype. SBUF and PSUM tensors have
-the partition dimension first; every partition holds the same number of elements (``Storage.row``).
+the partition dimension first; every partition holds the same number of elements (``Tensor.row``).
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +15,7 @@ from math import prod
 import numpy as np
 
 from . import dtypes
-from .arch import target
+from .arch import Target, target
 from .errors import NKIError, kernel_location
 from .registers import VirtualRegister
 
@@ -37,8 +38,8 @@ class Storage:
     Attributes:
         raw: the bytes, flat uint8.
         region: the memory.
-        row: elements of ``dtype`` per partition; on HBM the size of the whole tensor.
-        written: PSUM only, one flag per byte: who wrote it (see ``isa.tensor_engine``)?
+        row_bytes: of a partition, as the device counts them; on HBM of the whole tensor.
+        written: PSUM only, one flag per byte: who wrote it (see ``isa.tensor_engine``)? None before any matmul.
         filled: which elements hold something: True (all), False (none), or one flag per ``unit`` bytes.
         unit: bytes per flag of ``filled``.
         origin: where what nothing wrote came from, if ``filled`` is not True because of a copy or a computation.
@@ -52,8 +53,8 @@ class Storage:
     """
 
     __slots__ = (
-        "raw", "region", "dtype", "shape", "row", "name", "written", "writable", "loop", "slot", "address", "where",
-        "filled", "unit", "origin", "accesses",
+        "raw", "region", "dtype", "shape", "row_bytes", "name", "written", "writable", "loop", "slot", "address",
+        "where", "filled", "unit", "origin", "accesses",
     )  # fmt: skip
 
     def __init__(self, raw, region, dtype, shape, name, writable=True, filled: bool = False):
@@ -61,9 +62,9 @@ class Storage:
         self.region = region
         self.dtype = dtype
         self.shape = shape
-        self.row = prod(shape[1:]) if region.on_chip else prod(shape)
+        self.row_bytes = prod(shape[1:] if region.on_chip else shape) * dtypes.itemsize(dtype)
         self.name = name
-        self.written = np.zeros(raw.size, np.uint8) if region is MemoryRegion.psum else None
+        self.written: np.ndarray | None = None
         self.writable = writable
         self.filled: bool | np.ndarray = filled or raw.size == 0
         self.unit = dtypes.stored(dtype).itemsize
@@ -132,11 +133,11 @@ class Tensor:
     @property
     def row(self) -> int:
         """Elements of this view's dtype per partition (on HBM: in the whole storage)."""
-        return self.storage.row * dtypes.itemsize(self.storage.dtype) // dtypes.itemsize(self.dtype)
+        return self.storage.row_bytes // dtypes.itemsize(self.dtype)
 
     @property
     def start_partition(self) -> int:
-        return self.offset // self.row if self.row else 0
+        return self.offset // self.row if self.offset and self.row else 0
 
     @property
     def free_size(self) -> int:
@@ -166,6 +167,8 @@ class Tensor:
 
     def written(self) -> np.ndarray:
         """PSUM only: the accumulation flags of ``array()``, with one more dimension: the bytes of an element."""
+        if self.storage.written is None:
+            self.storage.written = np.zeros(self.storage.raw.size, np.uint8)
         return self._per_byte(self.storage.written, self.shape, self.strides, self.offset)
 
     def _per_byte(self, flags, shape, strides, offset) -> np.ndarray:
@@ -283,20 +286,7 @@ class Tensor:
 
     def repeats(self, sink: bool = False) -> bool:
         """Does the pattern hold one element several times? ``sink`` allows it for dimensions of stride 0."""
-        reach = 0
-        steps = sorted(step for step in zip(self.strides, self.shape, strict=True) if step[1] > 1)
-        if sink:
-            steps = [step for step in steps if step[0] != 0]
-        for stride, count in steps:
-            if stride <= reach:
-                break
-            reach += stride * (count - 1)
-        else:
-            return False
-        addresses = np.zeros(1, np.int64)
-        for stride, count in steps:
-            addresses = np.add.outer(addresses, stride * np.arange(count)).reshape(-1)
-        return np.unique(addresses).size != addresses.size
+        return _repeats(self.shape, self.strides, sink)
 
     def overlaps(self, other: Tensor) -> bool:
         """Do the two share elements? Run-time addresses are not known here: False."""
@@ -333,6 +323,9 @@ class Tensor:
         minimum = 2 if self.buffer.on_chip else 1
         for dim, (k, size, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
             if isinstance(k, slice):
+                if k.start is k.stop is k.step is None:  # most slices: all of the dimension
+                    kept.append((size, stride))
+                    continue
                 start, stop, step = self._bounds(k, dim)
                 if self.buffer.on_chip and dim == 0 and step != 1:
                     raise NKIError("partition-step", f"step {step} over the partitions of {self!r}: they are a range")
@@ -656,8 +649,28 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+@functools.lru_cache(maxsize=10_000)
+def _repeats(shape: tuple[int, ...], strides: tuple[int, ...], sink: bool) -> bool:
+    reach = 0
+    steps = sorted(step for step in zip(strides, shape, strict=True) if step[1] > 1)
+    if sink:
+        steps = [step for step in steps if step[0] != 0]
+    for stride, count in steps:
+        if stride <= reach:
+            break
+        reach += stride * (count - 1)
+    else:
+        return False
+    addresses = np.zeros(1, np.int64)
+    for stride, count in steps:
+        addresses = np.add.outer(addresses, stride * np.arange(count)).reshape(-1)
+    return np.unique(addresses).size != addresses.size
+
+
 def integer(value, what: str) -> int:
     """``value`` as an int. A bool or a float here is a slip that Python would let pass."""
+    if type(value) is int:
+        return value
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
     raise NKIError("integer", f"{what} is an integer, not {value!r}")
@@ -686,15 +699,29 @@ def _check_index(index, what: str) -> None:
         raise NKIError("index-operand", f"{what} is int32 or uint32, got {index.dtype}")
 
 
-def allocate(shape, dtype, region: MemoryRegion, name: str = "", checked: bool = False) -> Tensor:
-    """A fresh tensor. ``checked``: reading what nothing wrote is refused; else it reads NaN, or 4 in integers."""
+def allocate(
+    shape,
+    dtype,
+    region: MemoryRegion,
+    name: str = "",
+    checked: bool = False,
+    floats: bool = True,
+    chip: Target | None = None,
+) -> Tensor:
+    """A fresh tensor.
+
+    checked: reading what nothing wrote is refused; else it reads NaN, or 4 in integers.
+    floats: False where no float is ever computed; they are 0.
+    chip: whose limits hold, default ``arch.target()``.
+    """
     shape = _shape(shape)
     dtype = dtypes.name_of(dtype)
     if region.on_chip:
-        _check_on_chip(shape, dtype, region)
+        _check_on_chip(shape, dtype, region, chip or target())
     count = prod(shape)
-    raw = np.empty(count * dtypes.stored(dtype).itemsize, np.uint8)
-    if not checked:
+    nothing = not floats and dtypes.is_float(dtype)
+    raw = (np.zeros if nothing else np.empty)(count * dtypes.stored(dtype).itemsize, np.uint8)
+    if not checked and not nothing:
         dtypes.poison(raw.view(dtypes.stored(dtype)))
     return Tensor(Storage(raw, region, dtype, shape, name, filled=not checked), dtype, shape, row_major(shape))
 
@@ -711,8 +738,7 @@ def from_array(array: np.ndarray, name: str, dtype: str | None = None) -> Tensor
     return Tensor(storage, dtype, shape, row_major(shape))
 
 
-def _check_on_chip(shape, dtype, region) -> None:
-    chip = target()
+def _check_on_chip(shape, dtype, region, chip: Target) -> None:
     if len(shape) < 2:
         raise NKIError("on-chip-rank", f"{region.value} tensors have at least 2 dimensions, got {shape}")
     if shape[0] > chip.partitions:

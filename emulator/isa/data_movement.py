@@ -260,8 +260,9 @@ def _check_dma_transpose(
                 f"hwdge transposes 2-byte elements, 16 rows (or 1, 2, 4, 8, 16 that with the last but one dimension "
                 f"make a multiple of 16) and at most 128 columns; src is {src.shape} {src.dtype}",
             )
-    elif dge_mode is not DgeMode.unknown:
-        raise NKIError("dge-mode", f"dma_transpose has dge_mode unknown or hwdge, not {dge_mode.name}")
+    elif dge_mode is DgeMode.swdge:
+        # The page allows unknown and hwdge; its parameter list, the DGE guide and nki-library also have none.
+        raise NKIError("dge-mode", "dma_transpose has dge_mode unknown, none or hwdge, not swdge")
 
 
 def _check_gather_transpose(src: Tensor, dge_mode, size: int) -> None:

@@ -46,12 +46,14 @@ def on_chip(value, what: str, regions=(SBUF, PSUM)) -> Tensor:
         raise NKIError("free-dims", f"{what} has {len(t.shape) - 1} free dimensions, the limit is {chip.free_dims}")
     psum = t.storage.region is PSUM
     limit = chip.psum_elements if psum else chip.sbuf_elements
-    if t.free_size > limit:
+    size = t.free_size
+    if size > limit:
         # nki-library reads more from PSUM where a pattern repeats what is there: those count once.
-        size = prod(n for n, stride in zip(t.shape[1:], t.strides[1:], strict=True) if stride) if psum else t.free_size
+        if psum:
+            size = prod(n for n, stride in zip(t.shape[1:], t.strides[1:], strict=True) if stride)
         if size > limit:
             raise NKIError("free-size", f"{what} has {size} elements per partition, the limit is {limit}")
-    if max(t.strides[1:], default=0) > chip.max_stride:
+    if len(t.strides) > 1 and max(t.strides[1:]) > chip.max_stride:
         stride = max((stride for stride, _ in t.steps(1)), default=0)
         if stride > chip.max_stride:
             raise NKIError("stride", f"{what} steps over {stride} elements, the limit is {chip.max_stride}")
@@ -69,7 +71,7 @@ def destination(value, regions=(SBUF, PSUM), sink: bool = True) -> Tensor:
 def no_alias(dst: Tensor, **sources: Tensor) -> None:
     """In place means the same elements in the same order; any other overlap depends on the engine's timing."""
     for what, t in sources.items():
-        if dst.conflicts(t):
+        if dst.storage is t.storage and dst.conflicts(t):
             raise NKIError("alias", f"dst {dst!r} overlaps {what} {t!r} of the same memory in another order")
 
 
@@ -180,7 +182,7 @@ def read_column(value, dst: Tensor):
 
 def not_a_sum(dst: Tensor) -> None:
     """Note that an engine other than the Tensor engine wrote to PSUM, where a matmul may have: see nc_matmul."""
-    if dst.storage.region is PSUM and dst.storage.written.any():
+    if dst.storage.written is not None and dst.storage.written.any():
         flags = dst.written()
         flags[...] = np.where(flags == 0, 0, 2)
 

@@ -1388,6 +1388,14 @@ def gather_transposed(dtype=nl.bfloat16, index=nl.uint32, rows=16, count=16, mod
     nisa.dma_transpose(sb(8, count, dtype=dtype), src, dge_mode=mode)
 
 
+pair(
+    "software transposes without indices",
+    "dge-mode",
+    lambda m: nisa.dma_transpose(sb(8, 16, dtype=nl.bfloat16), hbm(16, 8, dtype=nl.bfloat16), dge_mode=m),
+    nisa.dge_mode.swdge,
+    nisa.dge_mode.none,
+    "swdge",
+)
 pair("gather transposes fp32", "transpose-gather", lambda d: gather_transposed(d), nl.float32, nl.float16, "2 bytes")
 pair("gather transposes by int32", "transpose-gather", lambda d: gather_transposed(index=d), nl.int32, nl.uint32)
 pair("gather transposes 8 rows", "transpose-gather", lambda n: gather_transposed(count=n), 8, 16, "multiple of 16")
