@@ -37,12 +37,15 @@ def check_parallelism(config, processes: int | None = None) -> None:
                 f"parallelism.tensor_parallel_degree is {tensor}; it must divide the model's {name}, {heads}"
             )
     mixtures = [layer.moe for layer in model.layers if layer.moe is not None]
+    _check_compile(config, tensor, expert if mixtures else 1, processes)
     _check_sequence(config, tensor, expert if mixtures else 1)
     if mixtures and tensor > 1 and expert == 1:
         _check_rows(config)
     replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     if shards < 0:
         shards = max(processes // (replicas * context * tensor * pipeline), 1)
+    if parallelism.spmd_backend == "full_dtensor" and replicas * shards > 1 and not shards_typed_parameters():
+        _warn_of_losses(replicas * shards)
     for moe in mixtures:
         if moe.num_experts % expert:
             raise ValueError(
@@ -74,6 +77,36 @@ def _check_sequence(config, tensor: int, expert: int) -> None:
     chunks = getattr(config.loss, "num_chunks", 1)
     if length % chunks:
         raise ValueError(f"training.seq_len is {length}; loss.num_chunks, {chunks}, must divide it")
+
+
+def _check_compile(config, tensor: int, expert: int, processes: int) -> None:
+    """Refuse compiled blocks of DTensors under activation checkpointing, which torch 2.13 cannot do.
+
+    Measured with torchtitan's own modules too, and with aot_eager and inductor: autograd is handed the graph's
+    DeviceMesh, among the tensors to save.
+    """
+    checkpointing = config.activation_checkpoint
+    checkpointing = checkpointing is not None and getattr(checkpointing, "mode", "") != "none"
+    full = config.parallelism.spmd_backend == "full_dtensor" and processes > 1
+    compiled = config.compile.enable and "model" in config.compile.components
+    if compiled and checkpointing and (tensor > 1 or expert > 1 or full) and not shards_typed_parameters():
+        import torch
+
+        raise ValueError(
+            f"compile.enable is on with activation checkpointing, parallelism.tensor_parallel_degree {tensor}, "
+            f"expert_parallel_degree {expert} and spmd_backend {config.parallelism.spmd_backend!r}; blocks of DTensors "
+            f"need torch 2.14 or newer for that, and this is {torch.__version__}: leave out one of the three"
+        )
+
+
+def _warn_of_losses(ranks: int) -> None:
+    import torch
+    from torchtitan.tools.logging import logger
+
+    logger.warning(
+        f"[Recipe] with torch {torch.__version__} and spmd_backend 'full_dtensor' torchtitan logs {ranks} times the "
+        f"loss, once for each of {ranks} data-parallel ranks; gradients and their norm are right"
+    )
 
 
 def _check_rows(config) -> None:

@@ -66,10 +66,17 @@ class Row:
         return {name: int(degree) for name, degree in (part.split() for part in self.layout.split(", ") if part)}
 
     @property
+    def data_ranks(self) -> int:
+        return self.processes // (self.degrees.get("tp", 1) * self.degrees.get("pp", 1))
+
+    @property
+    def logged_losses(self) -> int:
+        """How many times the loss torchtitan logs; the recipes warn of more than one, see recipes/parallelism.py."""
+        return self.data_ranks if self.backend == "full_dtensor" and not SPMD else 1
+
+    @property
     def name(self) -> str:
-        shards = self.processes
-        for axis in ("replicate", "tp", "pp"):
-            shards //= self.degrees.get(axis, 1)
+        shards = self.data_ranks // self.degrees.get("replicate", 1)
         parts = [f"fsdp {shards}"] * (shards > 1) + [self.layout] * bool(self.layout)
         how = [word for word in self.how.replace("--", "").split() if word not in ("compile.enable", "compile.backend")]
         how = [word.rpartition(".")[2].replace("_", " ") for word in how]
@@ -77,14 +84,15 @@ class Row:
         return ", ".join([self.model, *parts, *how, self.backend])
 
     def flags(self, variant: str) -> list[str]:
-        degrees = self.degrees
-        data = self.processes // (degrees.get("tp", 1) * degrees.get("pp", 1))
         imports = {"dense": {"on": ALL, "off": ""}, "moe": {"on": ALL, "off": EXPERTS, "stock": ""}}
         imports = imports["moe" if self.has_experts else "dense"][variant]
         if self.checkpointing == "ours":
             imports = ",".join(filter(None, (imports, AC)))
-        flags = [f"--training.local_batch_size={BATCH // data}", f"--parallelism.spmd_backend={self.backend}"]
-        flags += [f"--parallelism.{DEGREES[axis]}={degree}" for axis, degree in degrees.items()]
+        flags = [
+            f"--training.local_batch_size={BATCH // self.data_ranks}",
+            f"--parallelism.spmd_backend={self.backend}",
+        ]
+        flags += [f"--parallelism.{DEGREES[axis]}={degree}" for axis, degree in self.degrees.items()]
         flags += [*self.how.split(), *(["--override.imports", imports] if imports else [])]
         if self.checkpointing:
             flags.append(f"activation-checkpoint:{'full' if self.checkpointing == 'full' else 'selective'}")
@@ -143,7 +151,8 @@ def rows() -> list[Row]:
             found += (
                 [replace(row, how=INDUCTOR)] if row.layout in ("", "tp 2" if row.model == "dense" else "ep 2") else []
             )
-            found += [replace(row, how=AOT_EAGER, checkpointing="ours", only_on=True)]
+            if SPMD or row.layout == "":  # the others are refused: see recipes/parallelism.py
+                found += [replace(row, how=AOT_EAGER, checkpointing="ours", only_on=True)]
     return [replace(row, backend="spmd_types") if row.processes == 1 and "check" in row.how else row for row in found]
 
 
@@ -208,7 +217,7 @@ class Matrix:
                 after = after | _biases(reference["weights"])
             same += [after == reference["weights"], after == before | _biases(after)]
             measured[variant] = {
-                "loss": _difference(step["loss"], reference["loss"]),
+                "loss": _difference(step["loss"], reference["loss"] * row.logged_losses),
                 "gradients": max(
                     _difference(step["gradients"][name][0], norm) for name, (norm, _) in reference["gradients"].items()
                 ),

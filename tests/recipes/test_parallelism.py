@@ -4,6 +4,7 @@ import math
 
 import pytest
 from matrix import AOT_EAGER, Matrix, Row, problems, small
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 
 from trn_kernels.recipes import parallelism, qwen3
@@ -252,6 +253,48 @@ def test_what_an_older_torch_lacks(folder, monkeypatch):
         torch_is(monkeypatch, False)
     one = with_parallelism(qwen3.native_qwen3_debug(), spmd_backend="spmd_types")
     check_parallelism(one, processes=1)
+
+
+@pytest.mark.parametrize(
+    "flags, refused",
+    [
+        ({"tensor": 2}, True),
+        ({"expert": 2}, True),
+        ({"spmd_backend": "full_dtensor"}, True),
+        ({}, False),  # only FSDP: the blocks see plain tensors
+    ],
+)
+def test_compiled_and_checkpointed_dtensors(folder, monkeypatch, flags, refused):
+    def check(components=("model", "loss"), policy=SelectiveAC.Config):
+        config = with_parallelism(qwen3.nki_qwen3_moe_debug(), **flags)
+        config.training.local_batch_size = 2
+        config.compile.enable, config.compile.components = True, list(components)
+        config.activation_checkpoint = policy and policy()
+        check_parallelism(config, processes=2)
+
+    torch_is(monkeypatch, True)
+    check()
+    torch_is(monkeypatch, False)
+    check(components=["loss"])
+    check(policy=None)
+    if refused:
+        with pytest.raises(ValueError, match="compile.enable is on with activation checkpointing, .*need torch 2.14"):
+            check()
+    else:
+        check()
+
+
+def test_a_loss_that_is_logged_several_times_is_told(folder, monkeypatch, caplog):
+    torch_is(monkeypatch, False)
+    for processes, backend, told in (
+        (2, "full_dtensor", True),
+        (1, "full_dtensor", False),
+        (2, "partial_dtensor", False),
+    ):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            check_parallelism(with_parallelism(qwen3.native_qwen3_debug(), spmd_backend=backend), processes=processes)
+        assert ("logs 2 times the loss" in caplog.text) == told
 
 
 def test_a_newer_torch_keeps_torchtitans_backend(folder, monkeypatch):
