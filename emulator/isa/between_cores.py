@@ -42,8 +42,8 @@ _GPSIMD_BYTES = {4: 1024, 2: 512, 1: 256}
 
 
 def _check_sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id, dma_engine=DmaEngine.dma, name=None):
-    operands.destination(dst, (SBUF,), sink=False)
-    operands.on_chip(src, "src", (SBUF,))
+    operands.written_once(operands.dma_tile(dst, "dst"))
+    operands.dma_tile(src, "src")
     if core().cores != 2:
         raise NKIError("lnc", "sendrecv needs the two cores of an LNC=2 launch")
     for rank, what in ((send_to_rank, "send_to_rank"), (recv_from_rank, "recv_from_rank")):

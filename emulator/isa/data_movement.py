@@ -30,8 +30,7 @@ def _in_dma_reach(value, what: str) -> Tensor:
 def _destination(dst: Tensor) -> None:
     if not dst.storage.writable:
         raise NKIError("read-only", f"dst is the kernel argument {dst.name!r}, which this launch may not write")
-    if dst.repeats():
-        raise NKIError("dst-overlap", f"dst writes one element several times: strides {dst.strides} of {dst.shape}")
+    operands.written_once(dst)
 
 
 def _mode(oob_mode, dge_mode=DgeMode.unknown, priority=None) -> DgeMode:
@@ -231,7 +230,7 @@ _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 def _check_dma_transpose(
     dst, src, axes=None, dge_mode=DgeMode.unknown, oob_mode=OobMode.error, name=None, priority=None
 ):
-    operands.destination(dst, (operands.SBUF,), sink=False)
+    operands.written_once(operands.dma_tile(dst, "dst"))
     operands.tensor(src, "src")
     if src.buffer is MemoryRegion.psum:
         raise NKIError("buffer", "src is in PSUM, which a DMA does not reach")

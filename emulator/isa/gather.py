@@ -97,9 +97,9 @@ def nc_n_gather(dst, data, indices, name=None):
     index = indices.load().reshape(dst.shape[0], -1).astype(np.int64)
     _inside(index, data.free_size)
     rows = data.array().reshape(dst.shape[0], -1)
-    if data.storage.filled is not True:
-        flags = data.filled()
-        data.check_filled(np.take_along_axis(flags.reshape(*rows.shape, -1).all(axis=-1), index, axis=1))
+    unwritten = data.unwritten()
+    if unwritten is not None:
+        operands.carry(np.take_along_axis(unwritten.reshape(rows.shape), index, axis=1), dst)
     operands.write(dst, operands.like(np.take_along_axis(rows, index, axis=1), dst))
 
 
@@ -138,12 +138,17 @@ def local_gather(dst, src_buffer, index, num_elem_per_idx=1, num_valid_indices=N
     The indices of a group are read down the partitions first; each names ``num_elem_per_idx`` elements that follow
     each other in the flattened partition.
     """
-    rows = src_buffer.load().reshape(src_buffer.shape[0], -1)
+    rows = src_buffer.array().reshape(src_buffer.shape[0], -1)
     ids = index.load().reshape(index.shape[0], -1)
     result = np.empty((dst.shape[0], dst.free_size), rows.dtype)
+    unwritten = src_buffer.unwritten()
+    holes = np.zeros(result.shape, bool)
     for first in range(0, dst.shape[0], 16):
         start = ids[first : first + 16].reshape(-1, order="F")[:num_valid_indices].astype(np.int64)
         elements = (start[:, None] + np.arange(num_elem_per_idx)).reshape(-1)
         _inside(elements, rows.shape[1])
         result[first : first + 16] = rows[first : first + 16, elements]
+        if unwritten is not None:
+            holes[first : first + 16] = unwritten.reshape(rows.shape)[first : first + 16, elements]
+    operands.carry(holes if holes.any() else None, dst)
     operands.write(dst, operands.like(result, dst))

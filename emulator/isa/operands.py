@@ -68,6 +68,20 @@ def destination(value, regions=(SBUF, PSUM), sink: bool = True) -> Tensor:
     return t
 
 
+def dma_tile(value, what: str) -> Tensor:
+    """``value`` as a tile in SBUF that a DMA reads or writes: from any partition, unlike a compute engine."""
+    t = tensor(value, what)
+    if t.storage.region is not SBUF:
+        raise NKIError("buffer", f"{what} must be in SBUF, it is in {t.buffer.value}")
+    return t
+
+
+def written_once(dst: Tensor) -> None:
+    """Every element of ``dst`` is another one."""
+    if dst.repeats():
+        raise NKIError("dst-overlap", f"dst writes one element several times: strides {dst.strides} of {dst.shape}")
+
+
 def no_alias(dst: Tensor, **sources: Tensor) -> None:
     """In place means the same elements in the same order; any other overlap depends on the engine's timing."""
     for what, t in sources.items():

@@ -59,8 +59,11 @@ def test_hbm_to_hbm_and_sbuf_to_sbuf_at_any_partition():
         tile, other = nl.ndarray((ROWS, COLUMNS), x.dtype), nl.ndarray((128, COLUMNS), x.dtype)
         nisa.dma_copy(tile, x)
         nisa.dma_copy(dst=other[3 : 3 + ROWS], src=tile)  # no start-partition rule for a DMA
+        turned = nl.ndarray((128, ROWS), x.dtype)
+        nisa.dma_transpose(turned[5 : 5 + COLUMNS], other[3 : 3 + ROWS])
+        nisa.dma_transpose(other[7 : 7 + ROWS], turned[5 : 5 + COLUMNS])
         middle = nl.ndarray(x.shape, x.dtype, nl.hbm)
-        nisa.dma_copy(middle, other[3 : 3 + ROWS])
+        nisa.dma_copy(middle, other[7 : 7 + ROWS])
         out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
         nisa.dma_copy(out, middle)
         nisa.dma_copy(out, out)  # a fence at the end of a kernel

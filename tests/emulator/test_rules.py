@@ -1474,6 +1474,32 @@ pair(
     "unwritten part carried on", "never-written", computed_on, slice(0, 3), slice(0, 2), "2 of 6", "unwritten elements"
 )
 pair("unwritten rows contracted", "never-written", multiplied, slice(0, 4), slice(0, 8), "16 of 32")
+
+
+def gathered_on_chip(gather, used):
+    """Of a tile of which one half is written, and so one half of what is gathered; indices count 0, 1, 2, ..."""
+    tile, got = sb(16, 4), sb(16, 4)
+    nisa.memset(tile[:, 0:2], 1.0)
+    if gather is nisa.nc_n_gather:
+        ids = sb(16, 4, dtype=nl.uint32)
+        nisa.iota(ids, [[1, 4]])
+        gather(got, tile, ids)
+    else:  # four indices of a group, down the partitions
+        ids = sb(16, 1, dtype=nl.uint16)
+        nisa.iota(ids, [[0, 1]], channel_multiplier=1)
+        gather(got, tile, ids, num_valid_indices=4)
+    nisa.tensor_reduce(sb(16, 1), nl.add, got[:, used], axis=1)
+
+
+for gather in (nisa.nc_n_gather, nisa.local_gather):
+    pair(
+        f"{gather.__name__} of what nothing wrote",
+        "never-written",
+        lambda used, gather=gather: gathered_on_chip(gather, used),
+        slice(0, 3),
+        slice(0, 2),
+        "unwritten elements",
+    )
 case(
     "index that nothing wrote",
     "never-written",
