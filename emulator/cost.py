@@ -17,6 +17,7 @@ from math import prod
 
 from . import dtypes
 from .isa.enums import engine as Engine
+from .isa.enums import matmul_perf_mode as PerfMode
 from .tensor import MemoryRegion, Tensor
 
 MIN_II = 64
@@ -45,9 +46,10 @@ class Cost:
         ns: how long it keeps that engine busy.
         read, written: bytes from and to HBM.
         descriptors: of a DMA, by their size in bytes.
-        flops: multiplications and additions of a matmul, on the operands that it was given.
+        flops: multiplications and additions of a matmul, on the operands that it was given; a transpose has none.
         issued: what the tensor engine could have computed in that time in the operands' dtype.
-        elements: that the Vector, Scalar or GpSimd engine produces.
+        rows: of the contraction that a partition multiplies in a cycle, 2 with double_row, which doubles the peak.
+        elements: that the Vector, Scalar or GpSimd engine produces, or reads if those are more (reductions).
     """
 
     engine: str
@@ -57,6 +59,7 @@ class Cost:
     descriptors: dict[int, int] = field(default_factory=dict)
     flops: int = 0
     issued: int = 0
+    rows: int = 1
     elements: int = 0
 
 
@@ -195,15 +198,34 @@ def iota(dst, pattern, offset=0, channel_multiplier=0, name=None):
     return _busy("gpsimd", 150 + dst.free_size)
 
 
-def nc_matmul(dst, stationary, moving, is_stationary_onezero=False, is_moving_onezero=False, *args, **kwargs):
-    """The moving operand streams through at a column a cycle; fp32 takes four passes, or two if one side is 0 and 1."""
-    cycles = max(min(MIN_II, stationary.free_size), moving.free_size)
+def nc_matmul(
+    dst,
+    stationary,
+    moving,
+    is_stationary_onezero=False,
+    is_moving_onezero=False,
+    is_transpose=False,
+    accumulate=None,
+    tile_position=(),
+    tile_size=(),
+    perf_mode=PerfMode.none,
+    name=None,
+):
+    """The moving operand streams through at a column a cycle; fp32 takes four passes, or two if one side is 0 and 1.
+
+    With double_row both operands hold two rows of the contraction in each partition, which one cycle multiplies.
+    """
+    rows = 2 if perf_mode in (PerfMode.double_row, PerfMode.double_row.value) else 1
+    m, n = stationary.free_size // rows, moving.free_size // rows
+    cycles = max(min(MIN_II, m), n)
     passes = 1
     if stationary.dtype == "float32":
         passes = 2 if is_stationary_onezero or is_moving_onezero else 4
     ns = cycles * passes / GHZ["tensor"]
-    flops = 2 * stationary.shape[0] * stationary.free_size * moving.free_size
-    return Cost("tensor", ns, flops=flops, issued=2 * 128 * 128 * cycles)
+    if is_transpose:
+        return Cost("tensor", ns)
+    flops = 2 * rows * stationary.shape[0] * m * n
+    return Cost("tensor", ns, flops=flops, issued=2 * 128 * 128 * rows * cycles, rows=rows)
 
 
 def nc_transpose(dst, data, engine=Engine.unknown, name=None):

@@ -1,9 +1,10 @@
 """Which on-chip tensors hold a value at the same time: the capacity of SBUF and PSUM, and addresses that clash.
 
-A value lives from its first write to its last read; a write after a read begins another value. That is the least that
-any allocator needs in the order of the program, so what is refused here fits nowhere. A tensor of up to 32 partitions
-takes a quarter of the bytes of its rows, one of up to 64 a half: others can lie beside it, as start partitions are
-multiples of 32. Alignment, gaps and banks are not counted.
+A value lives from its first write to its last read; a write after a read begins another value, and if it writes a part
+and the rest is read later, goes on with the old one. That is the least that any allocator needs in the order of the
+program, so what is refused here fits nowhere. A tensor of up to 32 partitions takes a quarter of the bytes of its rows,
+one of up to 64 a half: others can lie beside it, as start partitions are multiples of 32. Alignment, gaps and banks are
+not counted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from math import prod
+
+import numpy as np
 
 from . import dtypes
 from .arch import Target
@@ -26,9 +29,12 @@ class _Buffer:
         quarters: how many of the four groups of 32 partitions it takes.
         spans: [first write, last read] of every value that it held, as counts of instructions.
         was_read: was its last use a read?
+        renewed: of a value that began with a part of the tensor, which bytes are its own; None if all are.
     """
 
-    __slots__ = ("region", "label", "partitions", "quarters", "size", "address", "where", "spans", "was_read")
+    __slots__ = (
+        "region", "label", "partitions", "quarters", "size", "address", "where", "spans", "was_read", "renewed",
+    )  # fmt: skip
 
     def __init__(self, storage: Storage, now: int):
         self.region = storage.region
@@ -39,6 +45,24 @@ class _Buffer:
         self.address = storage.address
         self.where = storage.where
         self.spans = [[now, now]]
+        self.was_read = False
+        self.renewed: np.ndarray | None = None
+
+    def read(self, t: Tensor, now: int) -> None:
+        if self.renewed is not None and not t.bytes_of(self.renewed).all():
+            # The rest is of the value before, which was needed all the time.
+            self.spans[-2:] = [[self.spans[-2][0], now]]
+            self.renewed = None
+        self.spans[-1][1] = now
+        self.was_read = True
+
+    def write(self, t: Tensor, now: int) -> None:
+        if self.was_read and self.spans[-1][1] < now:
+            self.spans.append([now, now])
+            whole = t.size * dtypes.stored(t.dtype).itemsize == t.storage.raw.size
+            self.renewed = None if whole else np.zeros(t.storage.raw.size, bool)
+        if self.renewed is not None and t.runtime is None:
+            t.bytes_of(self.renewed)[...] = True
         self.was_read = False
 
     def clashes(self, other: _Buffer) -> bool:
@@ -64,15 +88,10 @@ class Lifetimes:
         self._now = now = self._now + 1
         for t in reads:
             if t.storage.region.on_chip:
-                buffer = self._buffer(t.storage)
-                buffer.spans[-1][1] = now
-                buffer.was_read = True
+                self._buffer(t.storage).read(t, now)
         for t in writes:
             if t.storage.region.on_chip:
-                buffer = self._buffer(t.storage)
-                if buffer.was_read and buffer.spans[-1][1] < now:
-                    buffer.spans.append([now, now])
-                buffer.was_read = False
+                self._buffer(t.storage).write(t, now)
 
     def _buffer(self, storage: Storage) -> _Buffer:
         buffer = self._buffers.get(storage.slot)

@@ -36,6 +36,7 @@ class Core:
         cores: how many run, what ``nl.num_programs()`` returns.
         has_grid: was the kernel launched with ``[lnc]``?
         target: the limits of the hardware.
+        shape_only: nothing is computed in floating point.
     """
 
     def __init__(self, index: int, launch: _Launch):
@@ -43,6 +44,7 @@ class Core:
         self.cores = launch.cores
         self.has_grid = launch.has_grid
         self.target = arch.target()
+        self.shape_only = launch.shape_only
         self._launch = launch
         self._shared = launch.shared
         self.shared_count = 0
@@ -144,6 +146,7 @@ class _Launch:
     def __init__(self, cores: int, has_grid: bool, shape_only: bool):
         self.cores = cores
         self.has_grid = has_grid
+        self.shape_only = shape_only
         checked = not shape_only and "never-written" not in _unchecked
         self.allocate = functools.partial(allocate, checked=checked, floats=not shape_only, chip=arch.target())
         self.shared: list[Tensor] = []

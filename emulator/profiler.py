@@ -21,6 +21,7 @@ from pathlib import Path
 from . import arch, dtypes, plots
 from . import cost as model
 from .cost import Cost
+from .errors import NKIError
 from .lifetimes import Lifetimes
 from .machine import simulate
 from .tensor import MemoryRegion, Tensor
@@ -61,6 +62,10 @@ class CoreReport:
             if event.cost.engine in busy:
                 busy[event.cost.engine] += event.cost.ns
         return busy
+
+    def dma_latency_ns(self) -> float:
+        """The latencies of all DMAs, one after the other."""
+        return DMA_LATENCY_NS * sum(event.cost.engine == "dma" for event in self.events)
 
     def total(self, what: str) -> int:
         """Sum over all instructions of ``read``, ``written``, ``flops``, ``issued`` or ``elements``."""
@@ -104,8 +109,9 @@ class Report:
 
     @property
     def pe_bound_ns(self) -> float:
-        """The matmuls' own operations over the peak of the tensor engine for bf16."""
-        return max(core.total("flops") / (model.PE_TFLOPS * 1000) for core in self.cores)
+        """The matmuls' own operations over the peak of the tensor engine for bf16, twice that with double_row."""
+        flops = (sum(event.cost.flops / event.cost.rows for event in core.events) for core in self.cores)
+        return max(flops) / (model.PE_TFLOPS * 1000)
 
     @property
     def overlapped_ns(self) -> float:
@@ -119,8 +125,8 @@ class Report:
 
     @property
     def serial_ns(self) -> float:
-        """Time if nothing overlaps."""
-        return max(sum(core.busy_ns().values()) for core in self.cores)
+        """Time if nothing overlaps: every DMA also waits for its latency."""
+        return max(sum(core.busy_ns().values()) + core.dma_latency_ns() for core in self.cores)
 
     @property
     def limiting_engine(self) -> str:
@@ -173,7 +179,7 @@ class Report:
                 f"  core {index}     busy us: {busy}",
                 f"             HBM read {core.total('read'):,} B, written {core.total('written'):,} B; "
                 f"{count:,} descriptors of {mean:,.0f} B on average",
-                f"             SBUF {core.sbuf:,} B and PSUM {core.psum:,} B per partition at most; "
+                f"             SBUF {core.sbuf:,} B and PSUM {core.psum:,} B at most, a mean per partition; "
                 f"{len(core.events):,} instructions",
             ]
             if core.total("flops"):
@@ -211,7 +217,8 @@ def profile(kernel, shape_only: bool = False):
     Args:
         kernel: under ``@nki.jit``, with ``[lnc]`` for two cores.
         shape_only: compute nothing in floating point; seconds instead of minutes at real model sizes. Floats of the
-            arguments are not read (``numpy.empty`` will do), integers are.
+            arguments are not read (``numpy.empty`` will do), integers are. A register that would be loaded with an
+            integer made of floats is an error.
     """
     simulation = simulate(kernel)
 
@@ -239,9 +246,21 @@ class Recorder:
             written = read
         cost = model.cost_of(name)(*args, **kwargs)
         if cost.engine in ("vector", "scalar", "gpsimd"):
-            cost.elements = sum(t.size for t in writes)
+            cost.elements = max((t.size for t in (*reads, *writes)), default=0)
         self.report.events.append(Event(name, cost, read, written))
-        return not (self.shape_only and writes and dtypes.is_float(writes[0].dtype))
+        if not self.shape_only:
+            return True
+        guessed = any(t.storage.guessed or dtypes.is_float(t.storage.dtype) for t in reads)
+        if guessed and name == "register_load":
+            raise NKIError(
+                "shape-only",
+                f"{reads[0]!r} was made of floats, which a shape-only run does not compute, and it would decide what "
+                "runs: profile this kernel with shape_only=False",
+            )
+        for t in writes:
+            if guessed or t.size * dtypes.itemsize(t.dtype) == t.storage.raw.size:
+                t.storage.guessed = guessed
+        return not (writes and dtypes.is_float(writes[0].dtype))
 
     def finish(self, lifetimes: Lifetimes) -> None:
         """The kernel has run."""

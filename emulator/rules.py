@@ -120,6 +120,7 @@ RULES: dict[str, tuple[str, str, str]] = {
     "sendrecv-rank": ("sendrecv names the other core", "isa.sendrecv", "0.2"),
     "sendrecv-size": ("gpsimd_dma moves little, of a multiple of 16 partitions", "isa.sendrecv", "0.3"),
     "shape": ("a shape is a tuple of sizes", _GUIDE, "0.2"),
+    "shape-only": ("in a shape-only profile no integer made of floats steers a loop", _OURS, "-"),
     "shared-constant": ("a shared constant is the same on both cores", "language.shared_constant", "0.3"),
     "shared-hbm": ("both cores allocate the same tensors in shared HBM", _LNC, "0.2"),
     "shift": ("a shift is less than the width", _OURS, "-"),
@@ -140,6 +141,8 @@ NOT_MODELLED = """\
 - Time: what an instruction costs is a model (see `emulator/cost.py`), and the engines run one after the other.
 - Order within a core: the compiler orders instructions by their data; here the program's order always holds. Two
   cores are ordered by `core_barrier` and `sendrecv` for everything, on the device only for what depends on them.
+- The Python in the body of a device loop: the compiler runs it once, here every iteration does. A body that counts
+  in a Python variable, or a tile that is read after the loop in which it was allocated, differs on the device.
 - Races that leave equal bits: cores that write the same values to the same elements are accepted.
 - Placement in SBUF and PSUM: what lives at a time is added up, without alignment, gaps or banks, so that an allocator
   may need more than was counted here. Values are those of whole tensors, by the order of the program.

@@ -35,13 +35,19 @@ _WRITTEN = frozenset(("dst", "reduce_res", "dst_idx"))
 """Operands that instructions write, by the names that all of them use."""
 
 
-def _operands(names: tuple[str, ...], args, kwargs) -> tuple[list[Tensor], list[Tensor]]:
+_KEEPS = frozenset(("tensor_copy_predicated",))
+"""Instructions that leave a part of dst as it was, and so depend on it."""
+
+
+def _operands(names: tuple[str, ...], args, kwargs, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an instruction reads, indices included, and those that it writes."""
     reads, writes = [], []
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         for t in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(t, Tensor):
                 (writes if name in _WRITTEN else reads).append(t)
+                if name == "dst" and keeps:
+                    reads.append(t)
                 if t.runtime is not None and isinstance(t.runtime.index, Tensor):
                     reads.append(t.runtime.index)
     return reads, writes
@@ -61,7 +67,7 @@ def instruction(check: Callable) -> Callable:
         def issue(*args, **kwargs):
             try:
                 check(*args, **kwargs)
-                if core().issue(name, *_operands(names, args, kwargs), args, kwargs):
+                if core().issue(name, *_operands(names, args, kwargs, name in _KEEPS), args, kwargs):
                     execute(*args, **kwargs)
             except NKIError as error:
                 error.instruction = name

@@ -50,11 +50,12 @@ class Storage:
             trainers turn off.)
         address: (start partition, byte in the partition) that the kernel asked for, or None.
         where: ``file:line`` that allocated it; None for arguments.
+        guessed: does it hold integers made of floats in a shape-only run, where no float is computed?
     """
 
     __slots__ = (
         "raw", "region", "dtype", "shape", "row_bytes", "name", "written", "writable", "loop", "slot", "address",
-        "where", "filled", "unit", "origin", "accesses",
+        "where", "guessed", "filled", "unit", "origin", "accesses",
     )  # fmt: skip
 
     def __init__(self, raw, region, dtype, shape, name, writable=True, filled: bool = False):
@@ -74,6 +75,7 @@ class Storage:
         self.slot: tuple | None = None
         self.address: tuple[int, int] | None = None
         self.where: str | None = None
+        self.guessed = False
 
     def from_where(self) -> str:
         return f"; it holds what {self.origin} made of unwritten elements" if self.origin else ""
@@ -177,6 +179,10 @@ class Tensor:
         if prod(shape) == 0:
             return np.empty((*shape, size), flags.dtype)
         return np.ndarray((*shape, size), flags.dtype, flags, offset * size, (*(s * size for s in strides), 1))
+
+    def bytes_of(self, flags: np.ndarray) -> np.ndarray:
+        """The part of flags, one per byte of the storage, that lies under this view (at its static address)."""
+        return self._per_byte(flags, self.shape, self.strides, self.offset)
 
     # Which elements were ever written. Most tensors are filled by one instruction, which costs no flags.
 
@@ -651,6 +657,8 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=10_000)
 def _repeats(shape: tuple[int, ...], strides: tuple[int, ...], sink: bool) -> bool:
+    if 0 in shape:
+        return False
     reach = 0
     steps = sorted(step for step in zip(strides, shape, strict=True) if step[1] > 1)
     if sink:

@@ -491,18 +491,19 @@ def _transpose_blocks(dst, src, num_rows, columns):
     """
     for group, first in enumerate(range(0, _blocks(columns), 4)):
         blocks = range(first, min(first + 4, _blocks(columns)))
-        bank = nl.ndarray((P, 4, num_rows), dtype=src.dtype, buffer=nl.psum)
+        # An even number of columns: the Tensor engine writes to multiples of 4 bytes, 16-bit blocks as well.
+        bank = nl.ndarray((P, 4, num_rows + num_rows % 2), dtype=src.dtype, buffer=nl.psum)
         full = 0
         for block in blocks:
             width = min(P, columns - block * P)
-            nisa.nc_transpose(dst=bank[:width, block - first, :], data=src[:, block * P : block * P + width])
+            nisa.nc_transpose(dst=bank[:width, block - first, :num_rows], data=src[:, block * P : block * P + width])
             full += width == P
         engine = nisa.vector_engine if group % 2 == 0 else nisa.scalar_engine
         if full:
-            nisa.tensor_copy(dst=dst[:, first : first + full, :], src=bank[:, :full, :], engine=engine)
+            nisa.tensor_copy(dst=dst[:, first : first + full, :], src=bank[:, :full, :num_rows], engine=engine)
         if full < len(blocks):
             width = columns - (first + full) * P
-            nisa.tensor_copy(dst=dst[:width, first + full, :], src=bank[:width, full, :], engine=engine)
+            nisa.tensor_copy(dst=dst[:width, first + full, :], src=bank[:width, full, :num_rows], engine=engine)
 
 
 def _multiply(leftT, right, depth, start, width, leftT2=None, right2=None):

@@ -45,7 +45,8 @@ def reduce_into(engine: str, op: str, values, data: Tensor, reduce_res, cmd, ini
         state[lanes], ready[lanes] = np.reshape(init, -1), True
     elif cmd is ReduceCmd.idle and engine == "vector":
         ready[lanes] = False  # documented: idle may change them
-    if (cmd is ReduceCmd.reduce or reduce_res is not None) and not ready[lanes].all():
+    continued = cmd is ReduceCmd.reduce or reduce_res is not None
+    if continued and not ready[lanes].all() and not core().shape_only:
         raise NKIError(
             "accumulator-unset", f"the registers of the {engine} engine hold no reduction to continue or read"
         )

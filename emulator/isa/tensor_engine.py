@@ -87,7 +87,8 @@ def _check_nc_matmul(
         if accumulate:
             raise NKIError("accumulate", "a transpose moves bits, there is nothing to add them to")
         _check_transposed_dtype(dst, a, "stationary")
-        if b.storage.filled is True and not np.array_equal(_flat(b), np.eye(b.shape[0], b.free_size)):
+        known = b.storage.filled is True and not core().shape_only
+        if known and not np.array_equal(_flat(b), np.eye(b.shape[0], b.free_size)):
             raise NKIError("matmul-identity", "is_transpose needs the identity as moving")
     elif dst.dtype != "float32":
         raise NKIError("dtype", f"dst is {dst.dtype}, PSUM accumulates in float32")

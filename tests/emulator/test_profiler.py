@@ -260,6 +260,67 @@ def test_iterations_of_a_device_loop_share_their_buffers():
     assert profile(kernel, x).cores[0].sbuf == 2 * 4096
 
 
+def test_a_copy_where_a_mask_says_waits_for_what_it_keeps():
+    def kernel(x):
+        tile, mask = sbuf(128, 512), nl.ndarray((128, 512), nl.uint8)
+        nisa.dma_copy(tile, x)
+        nisa.memset(mask, 1)
+        nisa.tensor_copy_predicated(tile, sbuf(128, 512), mask)
+
+    load, _, copy = profile(kernel, np.empty((128, 512), BF16)).cores[0].events
+    assert copy.start >= load.start + load.cost.ns + 2000
+
+
+def test_without_overlap_every_load_waits():
+    def kernel(x):
+        for _ in range(3):
+            tile = sbuf(128, 512)
+            nisa.dma_copy(tile, x)
+            nisa.activation(tile, nl.exp, tile)
+
+    report = profile(kernel, np.empty((128, 512), BF16))
+    assert report.serial_ns == pytest.approx(sum(report.cores[0].busy_ns().values()) + 3 * 2000)
+    assert report.serial_ns >= report.scheduled_ns
+
+
+def test_double_row_multiplies_two_rows_in_a_cycle():
+    def matmul(mode, *pairs):
+        def kernel():
+            a, b = (nl.ndarray((128, *pairs, n), nl.float8_e4m3) for n in (128, 512))
+            nisa.nc_matmul(psum(128, 512), a, b, perf_mode=mode)
+
+        return kernel
+
+    single, double = only(matmul(nisa.matmul_perf_mode.none)), only(matmul(nisa.matmul_perf_mode.double_row, 2))
+    assert double.flops == 2 * single.flops == 2 * 256 * 128 * 512
+    assert double.ns == single.ns and double.issued == double.flops
+    report = profile(matmul(nisa.matmul_perf_mode.double_row, 2))
+    assert report.pe_bound_ns == pytest.approx(report.overlapped_ns)
+
+
+def test_a_transpose_is_no_multiplication():
+    def kernel():
+        nisa.nc_matmul(psum(128, 128, dtype=nl.bfloat16), sbuf(128, 128), sbuf(128, 128), is_transpose=True)
+
+    report = profile(kernel)  # the identity is made of floats: not looked at
+    assert report.pe_bound_ns == 0 and report.overlapped_ns > 0
+
+
+def test_a_reduction_counts_what_it_reads():
+    assert only(lambda: nisa.tensor_reduce(sbuf(128, 1), nl.add, sbuf(128, 1000), axis=1)).elements == 128_000
+
+
+def test_a_reduction_in_parts_is_profiled_without_floats():
+    def kernel():
+        CMD = nisa.reduce_cmd
+        data, total = sbuf(128, 8, dtype=nl.float32), nl.ndarray((128, 1), nl.float32)
+        nisa.activation(sbuf(128, 8), nl.exp, data, reduce_op=nl.add, reduce_cmd=CMD.reset_reduce)
+        counted = nl.ndarray((128, 8), nl.int32)
+        nisa.activation(counted, nl.exp, data, reduce_op=nl.add, reduce_cmd=CMD.reduce, reduce_res=total)
+
+    assert len(profile(kernel).cores[0].events) == 2
+
+
 def test_forms_of_the_report(tmp_path):
     query, key = np.empty((1, 256, 4, 64), BF16), np.empty((1, 256, 1, 64), BF16)
     report = emulator.profile(rope[2])(query, key, np.ones((256, 128), np.float32))

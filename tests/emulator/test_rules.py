@@ -131,6 +131,29 @@ pair("addresses share bytes", "address-overlap", two_at, (0, 124), (0, 128), "(0
 pair("addresses share partitions", "address-overlap", two_at, (31, 64), (32, 64), "(31, 64)")
 
 
+def renewed(rest):
+    """A part of the first tile is written again, and then the rest of it is read, or the part."""
+    first, result = at((0, 0), 32, 16), sb(32, 16)
+    nisa.tensor_copy(result[:, 0:8], first[:, 0:8])
+    nisa.tensor_copy(result, at((0, 0), 32, 16))
+    nisa.memset(first[:, 0:8], 3.0)
+    nisa.tensor_copy(result[:, 0:8], first[:, 8:16] if rest else first[:, 0:8])
+
+
+pair("a part written again", "address-overlap", renewed, True, False, "(0, 0)")
+
+
+def renewed_large(rest):
+    first, result = filled(1.0, 65, 40000), sb(65, 8)
+    nisa.tensor_copy(result, first[:, 0:8])
+    nisa.tensor_copy(result, filled(2.0, 65, 20000)[:, 0:8])
+    nisa.memset(first[:, 0:8], 3.0)
+    nisa.tensor_copy(result, first[:, 8:16] if rest else first[:, 0:8])
+
+
+pair("a part written again above SBUF", "capacity", renewed_large, True, False, "240000")
+
+
 def reuse(late):
     """The address is used again before, or after, the last read of what was there."""
     first, result = at((0, 0), 32, 16), sb(32, 16)
@@ -1728,8 +1751,18 @@ LAUNCHES = {
         lambda: _imprecise(lambda: sb(2, 4, dtype=nl.bfloat16).view(nl.int16)),
         lambda: _imprecise(lambda: sb(2, 4, dtype=nl.float32).view(nl.int16)),
     ),
+    "floats steer a shape-only run": ("shape-only", lambda: _steered(nl.float32), lambda: _steered(nl.int32)),
     "unknown target": ("target", lambda: _with_target("trn9"), lambda: _with_target("trn2")),
 }
+
+
+def _steered(dtype):
+    def kernel():
+        counts, total = filled(1, 1, 3, dtype=dtype), sb(1, 1, dtype=nl.int32)
+        nisa.tensor_reduce(total, nl.add, counts, axis=1)
+        nl.fori_loop(0, nisa.register_alloc(total), lambda i: nisa.memset(sb(1, 1), 0.0))
+
+    emulator.profile(kernel, shape_only=True)()
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -71,6 +71,7 @@ SHAPES = {
     "odd number of experts": ([3, 130, 0, 128, 127, 1, 257], 96, 160, 0),
     "one token": ([0, 0, 1, 0], 64, 32, 0),
     "nothing is a multiple of anything": ([60, 1, 0, 129, 73, 128, 2], 97, 47, 0),
+    "odd, more than a block of 128": ([5, 140], 257, 131, 1),
     "smaller than every tile": ([4, 0, 9], 12, 20, 0),
     "D of 1": ([5, 3], 1, 1, 0),
     "rows of no expert": ([100, 0, 30], 64, 130, 400),

@@ -55,6 +55,7 @@ CASES = {
     "seven experts": (routed(200, 2, 7), 64, 32),
     "one token": (routed(1, 2, 8), 64, 32),
     "T=131 K=3 E=7 D=97 F=47": (routed(131, 3, 7), 97, 47),
+    "odd D and F, more than a block of 128": (routed(40, 2, 3), 257, 131),
     "D=12 F=20": (routed(50, 2, 3), 12, 20),
     "D=768 F=384": (routed(300, 2, 4), 768, 384),
     "D=2048 F=768 E=8": (routed(64, 2, 8), 2048, 768),
