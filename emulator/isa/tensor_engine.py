@@ -21,7 +21,8 @@ def _one_bank(dst: Tensor) -> None:
         return
     size = dtypes.itemsize(dst.dtype)
     bank, alignment = core().target.psum_bank_bytes, core().target.psum_alignment
-    first = dst.offset % dst.row * size
+    # Without an address the allocator puts a tensor at the start of a bank.
+    first = (dst.storage.address or (0, 0))[1] + dst.offset % dst.row * size
     last = first + (dst.extent(1) + 1) * size - 1
     if first % alignment:
         raise NKIError(

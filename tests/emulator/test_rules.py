@@ -149,6 +149,18 @@ pair(
     nl.sbuf,
 )
 pair("address is a number", "address", lambda a: at(a, 2, 2), 64, (0, 64), "64")
+pair("address before the partitions", "address", lambda a: at(a, 2, 2), (-1, 0), (0, 0), "from partition -1")
+pair("address after the partitions", "address", lambda a: at(a, 2, 2), (127, 0), (126, 0), "127", "128")
+pair("address before the bytes", "address", lambda a: at(a, 2, 2), (0, -4), (0, 0), "byte -4")
+pair("address after SBUF", "address", lambda a: at(a, 2, 2), (0, 212460), (0, 212456), "8 bytes", "212460", "212464")
+pair(
+    "address after PSUM",
+    "address",
+    lambda byte: nl.ndarray((2, 2), nl.float32, nl.psum, address=(0, byte)),
+    16380,
+    16376,
+    "16384",
+)
 pair("negative size", "shape", lambda n: hbm(4, n), -1, 1, "(4, -1)")
 case("shape is a number", "shape", lambda: nl.ndarray(4, nl.float32, nl.hbm), lambda: hbm(4))
 pair("size is a float", "integer", lambda n: hbm(n), 4.0, 4, "4.0")
@@ -898,6 +910,16 @@ pair(
     1,
     512,
     "2048",
+)
+pair(
+    "result at an address over two banks",
+    "psum-bank",
+    lambda byte: nisa.nc_matmul(
+        nl.ndarray((4, 64), nl.float32, nl.psum, address=(0, byte)), filled(1, 2, 4), filled(1, 2, 64)
+    ),
+    1800,
+    1792,
+    "1800 to 2055",
 )
 pair(
     "transpose over two banks",
