@@ -147,6 +147,35 @@ class Tensor:
     def __repr__(self) -> str:
         return f"Tensor({self.name or 'unnamed'}, {self.shape}, {self.dtype}, {self.buffer.value})"
 
+    # What NKI knows only on the device cannot steer Python, nor does Python compute with it.
+
+    def _no_value(self, *_):
+        raise NKIError(
+            "tensor-value",
+            f"{self!r} has no value while the kernel is built: Python cannot compare, test, compute with or assign its "
+            "elements; use an instruction (`is None` asks whether there is a tensor)",
+        )
+
+    def __eq__(self, other):
+        # Kernels of nki-library ask `x == None` of arguments that may be missing.
+        return False if other is None else self._no_value()
+
+    def __ne__(self, other):
+        return True if other is None else self._no_value()
+
+    def __bool__(self) -> bool:
+        # nki-library also writes `if x:` of outputs that may be missing. What is on chip is there, so there it can
+        # only mean the elements.
+        return self._no_value() if self.buffer.on_chip else True
+
+    __hash__ = object.__hash__
+    __int__ = __float__ = __index__ = __contains__ = __setitem__ = _no_value
+    __lt__ = __le__ = __gt__ = __ge__ = _no_value
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_value
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no_value
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __and__ = __rand__ = __or__ = __ror__ = _no_value
+    __xor__ = __rxor__ = __neg__ = __pos__ = __abs__ = __invert__ = _no_value
+
     # -- values (for the emulator, not for kernels) ---------------------------------------------------
 
     def array(self) -> np.ndarray:

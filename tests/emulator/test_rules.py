@@ -161,6 +161,29 @@ pair(
     16376,
     "16384",
 )
+
+
+def used(use):
+    """Python does something with a tensor."""
+    use(sb(2, 2))
+
+
+def assigned(tile):
+    tile[0:1] = 1.0
+
+
+pair("tensor as a condition", "tensor-value", used, lambda t: 1 if t else 0, lambda t: 1 if t is not None else 0)
+pair("tensor equal to a number", "tensor-value", used, lambda t: t == 0, lambda t: t == None)  # noqa: E711
+pair("tensor unequal to a tensor", "tensor-value", used, lambda t: t != t[0:1], lambda t: t != None)  # noqa: E711
+pair("tensor in a list", "tensor-value", used, lambda t: t in [sb(2, 2)], lambda t: t in [t, sb(2, 2)])
+pair("tensor less than a number", "tensor-value", used, lambda t: t < 1, lambda t: t.shape < (3,))
+pair("tensor as a bound", "tensor-value", used, range, lambda t: range(t.shape[0]))
+pair("tensor as a float", "tensor-value", used, float, lambda t: float(t.shape[0]))
+pair("number in a tensor", "tensor-value", used, lambda t: 1 in t, lambda t: 1 in t.shape)
+pair("sum of tensors", "tensor-value", used, lambda t: t + t, lambda t: nisa.tensor_tensor(sb(2, 2), t, t, nl.add))
+pair("number minus a tensor", "tensor-value", used, lambda t: 1 - t, lambda t: 1 - t.shape[0])
+pair("negated tensor", "tensor-value", used, lambda t: -t, lambda t: -t.shape[0])
+pair("assignment to a tensor", "tensor-value", used, assigned, lambda t: nisa.memset(t[0:1], 1.0), "instruction")
 pair("negative size", "shape", lambda n: hbm(4, n), -1, 1, "(4, -1)")
 case("shape is a number", "shape", lambda: nl.ndarray(4, nl.float32, nl.hbm), lambda: hbm(4))
 pair("size is a float", "integer", lambda n: hbm(n), 4.0, 4, "4.0")
