@@ -241,6 +241,9 @@ def no_reorder() -> Iterator[None]:
 
 def device_print(print_prefix, tensor) -> None:
     """Print a tensor, of which nothing may be unwritten."""
+    if not isinstance(tensor, Tensor):
+        raise NKIError("operand", f"nl.device_print prints a tensor, not {type(tensor).__name__}")
+    tensor.check_inside()
     print(print_prefix, tensor.load())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -92,6 +93,20 @@ class Indirect:
         if isinstance(self.index, VirtualRegister):
             return self.index.read()
         return int(self.index.load().reshape(-1)[0])
+
+
+def _view(method):
+    """A method that makes a view: arguments that Python refuses are the kernel's mistake."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def checked(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise NKIError("signature", f"tensor.{method.__name__}{signature}: {error}") from error
+
+    return checked
 
 
 class Tensor:
@@ -383,6 +398,7 @@ class Tensor:
             raise NKIError("index", f"index range [{start}, {stop}) step {step} exceeds dimension {dim} of {self!r}")
         return start, stop, step
 
+    @_view
     def reshape(self, shape: Sequence[int]) -> Tensor:
         """The same elements in another shape; on chip the partition dimension stays."""
         self._refuse_indirect("reshape")
@@ -399,6 +415,7 @@ class Tensor:
         strides = self.strides[:first] + row_major(shape[first:])
         return Tensor(self.storage, self.dtype, shape, strides, self.offset)
 
+    @_view
     def view(self, dtype) -> Tensor:
         """The bytes as another dtype; the last dimension counts that one's elements."""
         self._refuse_indirect("view")
@@ -431,6 +448,7 @@ class Tensor:
             shape, strides = (*shape, 1), (*strides, 1)
         return Tensor(self.storage, self.dtype, shape, strides, self.offset if offset is None else offset)
 
+    @_view
     def slice(self, dim, start, end, step=1) -> Tensor:
         """``self[..., start:end:step, ...]`` of one dimension."""
         if not 0 <= integer(dim, "dim") < self.ndim:
@@ -439,6 +457,7 @@ class Tensor:
             raise NKIError("index", f"slice from {start} to {end}: 0 <= start < end")
         return self[(slice(None),) * dim + (slice(start, end, step),)]
 
+    @_view
     def select(self, dim, index) -> Tensor:
         """One element of a dimension, which goes; a register or tensor index is read at run time."""
         if not isinstance(index, (Tensor, VirtualRegister)):
@@ -454,6 +473,7 @@ class Tensor:
         view.runtime = Indirect(index, self.strides[dim], False)
         return view
 
+    @_view
     def vector_select(self, dim, vector_offset) -> Tensor:
         """Row ``vector_offset[p]`` of dimension 0 for each partition p; HBM only."""
         if self.buffer.on_chip or integer(dim, "dim") != 0:
@@ -464,6 +484,7 @@ class Tensor:
         view.runtime = Indirect(vector_offset, self.strides[0], True)
         return view
 
+    @_view
     def permute(self, dims) -> Tensor:
         """The dimensions in another order."""
         self._refuse_indirect("permute")
@@ -472,6 +493,7 @@ class Tensor:
             raise NKIError("view", f"permute{dims} of {self!r}")
         return self._with((self.shape[d] for d in dims), (self.strides[d] for d in dims))
 
+    @_view
     def broadcast(self, dim, size) -> Tensor:
         """A dimension of size 1 repeated, without a copy."""
         dim = self._dim(dim, "broadcast")
@@ -482,6 +504,7 @@ class Tensor:
             (*self.strides[:dim], 0, *self.strides[dim + 1 :]),
         )
 
+    @_view
     def expand_dim(self, dim) -> Tensor:
         """A new dimension of size 1 before ``dim``."""
         self._refuse_indirect("expand_dim")
@@ -489,6 +512,7 @@ class Tensor:
             raise NKIError("view", f"expand_dim {dim} of {self!r}")
         return self._with((*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 1, *self.strides[dim:]))
 
+    @_view
     def squeeze_dim(self, dim) -> Tensor:
         """Without a dimension of size 1."""
         dim = self._dim(dim, "squeeze_dim")
@@ -496,6 +520,7 @@ class Tensor:
             raise NKIError("view", f"squeeze_dim {dim} of {self!r}: its size must be 1")
         return self._with(self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :])
 
+    @_view
     def reshape_dim(self, dim, shape) -> Tensor:
         """One dimension split into several; one size may be -1."""
         dim = self._dim(dim, "reshape_dim")
@@ -510,6 +535,7 @@ class Tensor:
             (*self.shape[:dim], *shape, *self.shape[dim + 1 :]), (*self.strides[:dim], *inner, *self.strides[dim + 1 :])
         )
 
+    @_view
     def flatten_dims(self, start_dim, end_dim) -> Tensor:
         """The dimensions from ``start_dim`` to ``end_dim`` (inclusive) as one."""
         first, last = self._dim(start_dim, "flatten_dims"), self._dim(end_dim, "flatten_dims")
@@ -522,6 +548,7 @@ class Tensor:
             (*self.strides[:first], step, *self.strides[last + 1 :]),
         )
 
+    @_view
     def rearrange(self, src_pattern, dst_pattern, fixed_sizes=None) -> Tensor:
         """Split, reorder and merge dimensions by name: ``(("b", ("h", "w")), ("b", "w", "h"), {"h": 4})``."""
         sizes = dict(fixed_sizes or {})
@@ -563,6 +590,7 @@ class Tensor:
         steps = self.steps(first_dim)
         return self.size == 0 or steps == () or (len(steps) == 1 and steps[0][0] == 1)
 
+    @_view
     def ap(self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0, dtype=None):
         """An explicit access pattern of the storage: ``[[stride, count], ...]``, outermost first.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trn_kernels import emulator
-from trn_kernels.emulator import rules
+from trn_kernels.emulator import rules, table
 
 emulator.install()
 
@@ -184,6 +184,90 @@ pair("sum of tensors", "tensor-value", used, lambda t: t + t, lambda t: nisa.ten
 pair("number minus a tensor", "tensor-value", used, lambda t: 1 - t, lambda t: 1 - t.shape[0])
 pair("negated tensor", "tensor-value", used, lambda t: -t, lambda t: -t.shape[0])
 pair("assignment to a tensor", "tensor-value", used, assigned, lambda t: nisa.memset(t[0:1], 1.0), "instruction")
+pair("value beyond all floats", "immediate", lambda v: nisa.memset(sb(2, 2), v), 10**400, 10**4, "1329 bits")
+pair(
+    "operand beyond all floats",
+    "immediate",
+    lambda v: nisa.tensor_scalar(sb(2, 2), filled(1, 2, 2), nl.add, v),
+    -(10**400),
+    -(10**4),
+    "1329 bits",
+)
+pair(
+    "axis by name",
+    "reduce-axis",
+    lambda a: nisa.tensor_reduce(sb(2, 1), nl.add, filled(1, 2, 2, 2), a),
+    (1, "x"),
+    (1, 2),
+)
+pair(
+    "axis counted twice",
+    "reduce-axis",
+    lambda a: nisa.tensor_reduce(sb(2, 1), nl.add, filled(1, 2, 2, 2), a),
+    (2, 2),
+    (2, 1),
+)
+pair(
+    "scale that is no list",
+    "dma-compute",
+    lambda c: nisa.dma_compute(hbm(2, 2), [shared(2, 2)], nl.add, scales=c),
+    2.0,
+    [1.0],
+)
+pair(
+    "axes that are no tuple",
+    "transpose-axes",
+    lambda a: nisa.dma_transpose(sb(2, 2), filled(1, 2, 2), axes=a),
+    3,
+    (1, 0),
+)
+pair(
+    "tile of the array that is no pair",
+    "matmul-tile",
+    lambda tile: nisa.nc_matmul(ps(2, 2), filled(1, 2, 2), filled(1, 2, 2), tile_position=tile[0], tile_size=tile[1]),
+    (5, 32),
+    ((0, 0), (32, 32)),
+    "tile_position",
+)
+pair(
+    "print of a number", "operand", lambda f: nl.device_print("v", f(filled(1, 2, 2))), lambda t: 3, lambda t: t, "int"
+)
+pair(
+    "print of a register",
+    "operand",
+    lambda f: nl.device_print("v", f()),
+    lambda: nisa.register_alloc(3),
+    lambda: filled(1, 2, 2),
+)
+pair("permutation that is a number", "signature", lambda d: hbm(2, 4).permute(d), 0, (1, 0), "permute")
+pair("shape in two arguments", "signature", lambda s: sb(2, 4).reshape(*s), (2, 4), ((2, 4),), "reshape")
+pair("size that is a number", "signature", lambda s: sb(2, 4).reshape_dim(1, s), 4, (2, 2), "reshape_dim")
+pair("body that is no function", "loop-body", lambda f: nl.fori_loop(0, 4, f), None, lambda i: None, "NoneType")
+
+
+def of_register(use):
+    """Python computes with a register."""
+    use(nisa.register_alloc(3))
+
+
+for name, use in {
+    "negated": lambda r: -r,
+    "shifted": lambda r: r << 1,
+    "halved": lambda r: r / 2,
+    "as a divisor": lambda r: 5 % r,
+    "as an exponent": lambda r: 2**r,
+    "masked": lambda r: r & 1,
+}.items():
+    pair(f"register {name}", "register-value", of_register, use, lambda r: nisa.register_move(r, 1), "fori_loop")
+for name, keyword in (("index", "index_offset"), ("padding", "padding_val")):
+    pair(
+        f"{name} of nonzero beyond int32",
+        "immediate",
+        lambda v, keyword=keyword: nisa.nonzero_with_count(sb(2, 5, dtype=nl.int32), filled(1, 2, 4), **{keyword: v}),
+        2**31,
+        2**31 - 5,
+        "int32",
+    )
 pair("negative size", "shape", lambda n: hbm(4, n), -1, 1, "(4, -1)")
 case("shape is a number", "shape", lambda: nl.ndarray(4, nl.float32, nl.hbm), lambda: hbm(4))
 pair("size is a float", "integer", lambda n: hbm(n), 4.0, 4, "4.0")
@@ -762,6 +846,15 @@ case(
     lambda: nisa.scalar_tensor_tensor(sb(2, 2), sb(2, 2), nl.add, 1.0, nl.add, sb(2, 2), mask=None),
     lambda: nisa.scalar_tensor_tensor(sb(2, 2), sb(2, 2), nl.add, 1.0, nl.add, sb(2, 2), name=None),
     "'mask'",
+)
+pair(
+    "a kind that no check expects",
+    "signature",
+    lambda a: nisa.tensor_reduce(sb(2, 1), nl.add, filled(1, 2, 2), a),
+    [[1]],
+    [1],
+    "nisa.tensor_reduce",
+    "unhashable",
 )
 case("missing argument", "signature", lambda: nisa.memset(sb(2, 2)), lambda: nisa.memset(sb(2, 2), 0), "'value'")
 
@@ -1843,6 +1936,19 @@ def test_every_instruction_is_in_the_table_with_its_page():
 def test_a_type_error_of_the_kernel_itself_stays_a_type_error():
     with pytest.raises(TypeError, match="unsupported operand"):
         nki.simulate(lambda: nisa.memset(sb(2, 2), 1 + "1"))()
+
+
+def test_an_error_of_python_in_a_check_is_the_cause_and_one_after_the_checks_stays():
+    @table.instruction(lambda dst, value: int(value))
+    def stops(dst, value):
+        return 1 + "1"
+
+    del emulator.INSTRUCTIONS["stops"]
+    with pytest.raises(emulator.NKIError, match=r"nisa\.stops: .*invalid literal.*\[signature\]") as caught:
+        nki.simulate(lambda: stops(sb(2, 2), "x"))()
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        nki.simulate(lambda: stops(sb(2, 2), 1))()
 
 
 def test_bf16_is_a_dtype_by_any_name():
