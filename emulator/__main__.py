@@ -9,7 +9,7 @@ from . import rules, source
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 1 if a checked file is legal in no NKI version."""
+    """Run the command; 1 if a checked file is legal in no NKI version or cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m trn_kernels.emulator", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="constructs that the NKI compiler refuses or that changed, 0.3 to 0.7")

@@ -38,17 +38,17 @@ _LEGACY = {"float8e4": "float8_e4m3", "float8e5": "float8_e5m2", "bool_": "bool"
 POISON_INTEGER = 4
 
 
-def name_of(dtype) -> str:
-    """The NKI name of a dtype given as a name, a NumPy dtype or a NumPy scalar type."""
+def name_of(dtype, whose: str = "") -> str:
+    """The NKI name of a dtype given as a name, a NumPy dtype or a NumPy scalar type; errors say ``whose`` it is."""
     if isinstance(dtype, str) and dtype in NUMPY:
         return dtype
     try:
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     except TypeError:
-        raise NKIError("dtype", f"{dtype!r} is no dtype") from None
+        raise NKIError("dtype", f"{whose}{dtype!r} is no dtype") from None
     name = _LEGACY.get(name, name)
     if name not in NUMPY:
-        raise NKIError("dtype", f"dtype {name!r} is not one the device has here: {', '.join(NUMPY)}")
+        raise NKIError("dtype", f"{whose}dtype {name!r} is not one the device has here: {', '.join(NUMPY)}")
     return name
 
 

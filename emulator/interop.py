@@ -14,6 +14,8 @@ from .errors import NKIError
 
 # Integers of torch and NumPy by bytes per element, to pass dtypes that NumPy lacks.
 _BITS = {1: "uint8", 2: "int16", 4: "int32"}
+# What NumPy has too and the device has not: a launch refuses it, and says which argument it is.
+_REFUSED = {"float64", "int64", "uint64", "complex64", "complex128"}
 # torch and NKI use the same names, but for IEEE-like e4m3, which torch does not have. Of those, NumPy has:
 _NATIVE = {"float32", "float16", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool"}
 
@@ -32,6 +34,8 @@ def to_numpy(tensor) -> np.ndarray:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise NKIError("argument", f"a contiguous CPU tensor is needed, got {tensor.device}, strides {tensor.stride()}")
     name = str(tensor.dtype).removeprefix("torch.")
+    if name in _REFUSED:
+        return np.from_dlpack(tensor.detach())
     dtype = np.dtype(bool) if name == "bool" else dtypes.NUMPY[dtypes.name_of(name)]
     return np.from_dlpack(tensor.detach().view(getattr(torch, _BITS[dtype.itemsize]))).view(dtype)
 

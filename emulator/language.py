@@ -158,13 +158,34 @@ def ndarray(shape, dtype, buffer=MemoryRegion.sbuf, name="", address=None) -> Te
     """
     if not isinstance(buffer, MemoryRegion):
         raise NKIError("buffer", f"buffer is nl.sbuf, nl.psum, nl.hbm or nl.shared_hbm, not {buffer!r}")
-    return core().ndarray(shape, dtype, buffer, name, None if address is None else _address(address, buffer))
+    if address is None:
+        return core().ndarray(shape, dtype, buffer, name)
+    address = _address(address, buffer)
+    tensor = core().ndarray(shape, dtype, buffer, name, address)
+    _check_address(tensor, *address)
+    return tensor
 
 
 def _address(address, buffer: MemoryRegion) -> tuple[int, int]:
     if not buffer.on_chip or not isinstance(address, (tuple, list)) or len(address) != 2:
         raise NKIError("address", f"address={address!r} of {buffer.value}: it is (partition, byte) in sbuf or psum")
     return integer(address[0], "the partition of an address"), integer(address[1], "the byte of an address")
+
+
+def _check_address(tensor: Tensor, partition: int, byte: int) -> None:
+    """The tensor lies on the chip. From any partition: what only a DMA touches need not start at a multiple of 32."""
+    chip = core().target
+    if not 0 <= partition <= chip.partitions - tensor.shape[0]:
+        raise NKIError(
+            "address",
+            f"{tensor.shape[0]} partitions from partition {partition}: {tensor.buffer.value} has {chip.partitions}",
+        )
+    limit = chip.psum_bytes if tensor.buffer is MemoryRegion.psum else chip.sbuf_usable_bytes
+    if not 0 <= byte <= limit - tensor.storage.row_bytes:
+        raise NKIError(
+            "address",
+            f"{tensor.storage.row_bytes} bytes from byte {byte} of a partition: {tensor.buffer.value} has {limit}",
+        )
 
 
 def ds(start, size) -> slice:
@@ -220,6 +241,9 @@ def no_reorder() -> Iterator[None]:
 
 def device_print(print_prefix, tensor) -> None:
     """Print a tensor, of which nothing may be unwritten."""
+    if not isinstance(tensor, Tensor):
+        raise NKIError("operand", f"nl.device_print prints a tensor, not {type(tensor).__name__}")
+    tensor.check_inside()
     print(print_prefix, tensor.load())
 
 

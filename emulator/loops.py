@@ -21,6 +21,7 @@ def fori_loop(lower, upper, body_fun: Callable, step: int = 1) -> None:
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
         raise NKIError("loop-step", f"step is a positive int known when the kernel is built, not {step!r}")
+    _check_body(body_fun)
     trips = range(_bound(lower, "lower"), _bound(upper, "upper"), step)
     running = core()
     running.count_trips(len(trips))
@@ -32,6 +33,7 @@ def fori_loop(lower, upper, body_fun: Callable, step: int = 1) -> None:
 
 def while_loop(init: VirtualRegister, body_fun: Callable) -> None:
     """``r = body_fun(r)`` while the register r is not zero, starting with ``init``."""
+    _check_body(body_fun)
     register, trips = init, 0
     running = core()
     with running.loop() as loop:
@@ -40,6 +42,11 @@ def while_loop(init: VirtualRegister, body_fun: Callable) -> None:
             register = body_fun(VirtualRegister(register.read(), frozen=False))
             trips += 1
     running.count_trips(trips)
+
+
+def _check_body(body_fun) -> None:
+    if not callable(body_fun):
+        raise NKIError("loop-body", f"the body of a device loop is a function, not {type(body_fun).__name__}")
 
 
 def _run(body_fun: Callable, index: VirtualRegister) -> None:

@@ -308,7 +308,7 @@ class Simulation:
             if isinstance(value, np.ndarray):
                 if not value.dtype.isnative:
                     raise NKIError("argument", f"{name}: an array in native byte order is needed")
-                dtype = dtypes.name_of(value.dtype)
+                dtype = dtypes.name_of(value.dtype, f"argument {name!r}: ")
                 contiguous = np.ascontiguousarray(value, None if dtypes.precise else dtypes.stored(dtype))
                 if contiguous is not value:
                     contiguous.flags.writeable = value.flags.writeable

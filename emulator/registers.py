@@ -64,5 +64,8 @@ class VirtualRegister:
 
     __int__ = __index__ = __float__ = _no_value
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no_value
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _no_value
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_value
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _no_value
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __and__ = __rand__ = __or__ = __ror__ = _no_value
+    __xor__ = __rxor__ = __neg__ = __pos__ = __abs__ = __invert__ = _no_value
     __hash__ = None

@@ -129,6 +129,7 @@ RULES: dict[str, tuple[str, str, str]] = {
     "start-partition": ("more than 64 partitions start at 0, 33 to 64 at 0 or 64, up to 32 at 32 k", _APS, "-"),
     "stride": ("a step of a free dimension fits int16", _APS, "-"),
     "target": ("the target has this feature; trn2 is the one there is", _ARCH, "-"),
+    "tensor-value": ("the elements of a tensor steer no Python; only instructions compute with them", _GUIDE, "0.2"),
     "transpose-axes": ("a DMA transposes by (1, 0), (2, 1, 0) or (3, 1, 2, 0)", "isa.dma_transpose", "0.3"),
     "transpose-gather": ("limits of the transpose with indices", "isa.dma_transpose", "0.4"),
     "transpose-hwdge": ("limits of the transpose by the DGE hardware", "isa.dma_transpose", "0.6"),

@@ -76,18 +76,25 @@ def _range(first: str, last: str) -> str:
     return f"NKI {first}" if first == last else f"NKI {first} to {last}"
 
 
+def _without_neuronxcc(name: str) -> str:
+    """nki.isa of neuronxcc.nki.isa, as it was called up to NKI 0.3."""
+    return name.removeprefix("neuronxcc.") if name.startswith("neuronxcc.nki") else name
+
+
 class _Reader(ast.NodeVisitor):
     """Collects findings. Language rules hold in functions, which are compiled; module code is Python's."""
 
     def __init__(self, tree: ast.Module):
         self.findings: list[Finding] = []
         self._functions: list[ast.FunctionDef] = []
-        # nl.x, nisa.x: the names under which modules of NKI are imported, and names imported from them.
-        self._modules: set[str] = {"nl", "nisa", "nki"}
-        self._imported: set[str] = set()
+        # Modules of NKI, and what the names of this file stand for: nl is nki.language, however it was imported.
+        self._modules: set[str] = {"nki", "nki.isa", "nki.language", "nki.collectives"}
+        self._stands_for: dict[str, str] = {"nki": "nki", "nl": "nki.language", "nisa": "nki.isa"}
         own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
         names = {alias.name for node in imports for alias in node.names} | {getattr(n, "module", "") for n in imports}
+        for node in imports:
+            self._learn(node)
         # Torch's tensors, nki-library's TensorView and the classes of this file have methods of the same names.
         self._methods = set() if names & {"torch", "TensorView"} else set(_METHODS.split()) - own
         self._registers = {
@@ -101,16 +108,40 @@ class _Reader(ast.NodeVisitor):
     def find(self, node: ast.AST, text: str, first: str, last: str, hint: str = "") -> None:
         self.findings.append(Finding(node.lineno, f"{text}: {hint}" if hint else text, first, last))
 
+    def _learn(self, node: ast.Import | ast.ImportFrom) -> None:
+        """Note the names that an import of NKI brings. Before the visit: a function may use an import below it."""
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                name = _without_neuronxcc(alias.name)
+                if name.split(".")[0] == "nki":
+                    self._modules.add(name)
+                    if alias.asname:
+                        self._stands_for[alias.asname] = name
+            elif not node.level:
+                name = _without_neuronxcc(f"{node.module}.{alias.name}")
+                if name.split(".")[0] == "nki":
+                    self._stands_for[alias.asname or alias.name] = name
+
+    def _resolved(self, node: ast.AST) -> str:
+        """What a name or an attribute of a module of NKI stands for, such as nki.isa.nc_matmul; else empty."""
+        if isinstance(node, ast.Name):
+            return self._stands_for.get(node.id, "")
+        if isinstance(node, ast.Attribute) and (module := self._resolved(node.value)) in self._modules:
+            return f"{module}.{node.attr}"
+        # neuronxcc.nki.isa without a name of its own.
+        of_neuronxcc = getattr(node, "attr", "") == "nki" and getattr(node.value, "id", "") == "neuronxcc"
+        return "nki" if of_neuronxcc else ""
+
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self._import(node, alias.name)
-            if alias.name.split(".")[0] == "nki" and alias.asname:
-                self._modules.add(alias.asname)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        self._import(node, node.module or "")
-        if (node.module or "").split(".")[0] == "nki":
-            self._imported |= {alias.asname or alias.name for alias in node.names}
+        for name in dict.fromkeys((node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))):
+            if name.startswith("neuronxcc.nki"):
+                self._import(node, name)
+                break
+        if _without_neuronxcc(node.module or "").split(".")[0] == "nki":
             for alias in node.names:
                 self._name(node, alias.name)
 
@@ -131,12 +162,12 @@ class _Reader(ast.NodeVisitor):
                 self.visit(child)
         self._functions.pop()
 
-    @staticmethod
-    def _is_kernel(node: ast.FunctionDef) -> bool:
-        return any("nki.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    def _is_kernel(self, node: ast.FunctionDef) -> bool:
+        parts = (part for decorator in node.decorator_list for part in ast.walk(decorator))
+        return any(self._resolved(part) == "nki.jit" for part in parts if isinstance(part, (ast.Name, ast.Attribute)))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.value, ast.Name) and node.value.id in self._modules:
+        if self._resolved(node.value) in self._modules:
             self._name(node, node.attr)
         self.generic_visit(node)
 
@@ -147,9 +178,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        of_nki = isinstance(function, ast.Attribute) and getattr(function.value, "id", None) in self._modules
-        if of_nki or name in self._imported:
+        name = self._resolved(function).rpartition(".")[2]
+        if name:
             for keyword in node.keywords:
                 for key in ((name, keyword.arg), ("", keyword.arg)):
                     if key in _KEYWORDS:
@@ -163,9 +193,10 @@ class _Reader(ast.NodeVisitor):
                 if keyword.arg == "buffer" and isinstance(getattr(keyword.value, "value", None), str):
                     self.find(node, f"{name}(buffer={keyword.value.value!r})", *_NONE, "nl.sbuf, nl.psum, ...")
         elif isinstance(function, ast.Attribute) and self._functions:
-            if name in self._methods and not (isinstance(function.value, ast.Name) and function.value.id == "self"):
-                self.find(node, f"tensor.{name}()", "0.5", "0.7")
-            elif name == "indirect":
+            of_self = isinstance(function.value, ast.Name) and function.value.id == "self"
+            if function.attr in self._methods and not of_self:
+                self.find(node, f"tensor.{function.attr}()", "0.5", "0.7")
+            elif function.attr == "indirect":
                 self.find(node, "tensor.indirect()", "0.5", "0.7", "needs trn3")
         self.generic_visit(node)
 
@@ -219,9 +250,17 @@ def versions(found: list[Finding]) -> list[str]:
 
 
 def lines(file: str) -> Iterator[str]:
-    """The report on one file: the verdict, and a line for each finding."""
+    """The report on one file: the verdict, and a line for each finding.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is no text.
+    """
+    text = Path(file).read_text(encoding="utf-8-sig")
+    if "\0" in text:  # some versions of Python call this a syntax error without a line
+        raise ValueError("not a text: it has null bytes")
     try:
-        found = findings(Path(file).read_text())
+        found = findings(text)
     except SyntaxError as error:
         yield f"{file}:{error.lineno}: not Python: {error.msg}"
         yield f"{file}: legal in no NKI"
@@ -232,10 +271,21 @@ def lines(file: str) -> Iterator[str]:
 
 
 def report(files: list[str]) -> int:
-    """Print the report; 1 if a file is legal nowhere."""
+    """Print the report; 1 if a file is legal nowhere or cannot be read."""
     status = 0
     for file in files:
-        for line in lines(file):
+        try:
+            for line in lines(file):
+                print(line)
+        except (OSError, ValueError) as error:
+            line = f"{file}: {_reason(error)}"
             print(line)
-        status |= " legal in no NKI" in line
+            status = 1
+        status |= line.startswith(f"{file}: legal in no NKI")
     return status
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+    return getattr(error, "strerror", None) or str(error)

@@ -53,6 +53,15 @@ def _operands(names: tuple[str, ...], args, kwargs, keeps: bool) -> tuple[list[T
     return reads, writes
 
 
+def _misuse(signature: inspect.Signature, args, kwargs, error: Exception) -> NKIError:
+    """What a check that Python itself stopped says of the arguments. (After the checks such an error is a bug.)"""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as misfit:
+        return NKIError("signature", f"{misfit}; it takes {signature}")
+    return NKIError("signature", f"an argument is of no kind that it takes: {error}; it takes {signature}")
+
+
 def instruction(check: Callable) -> Callable:
     """Decorate the semantics of an instruction; ``check`` takes the same arguments."""
 
@@ -66,19 +75,14 @@ def instruction(check: Callable) -> Callable:
         @functools.wraps(execute)
         def issue(*args, **kwargs):
             try:
-                check(*args, **kwargs)
+                try:
+                    check(*args, **kwargs)
+                except (TypeError, ValueError, OverflowError) as error:
+                    raise _misuse(signature, args, kwargs, error) from error
                 if core().issue(name, *_operands(names, args, kwargs, name in _KEEPS), args, kwargs):
                     execute(*args, **kwargs)
             except NKIError as error:
                 error.instruction = name
-                raise
-            except TypeError:
-                try:
-                    signature.bind(*args, **kwargs)
-                except TypeError as misfit:
-                    error = NKIError("signature", f"{misfit}; it takes {signature}")
-                    error.instruction = name
-                    raise error from None
                 raise
 
         return issue

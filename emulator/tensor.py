@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -96,6 +97,20 @@ class Indirect:
         return int(self.index.load().reshape(-1)[0])
 
 
+def _view(method):
+    """A method that makes a view: arguments that Python refuses are the kernel's mistake."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def checked(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise NKIError("signature", f"tensor.{method.__name__}{signature}: {error}") from error
+
+    return checked
+
+
 class Tensor:
     """A view. ``shape``, ``strides`` and ``offset`` count elements of ``dtype``."""
 
@@ -148,6 +163,35 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"Tensor({self.name or 'unnamed'}, {self.shape}, {self.dtype}, {self.buffer.value})"
+
+    # What NKI knows only on the device cannot steer Python, nor does Python compute with it.
+
+    def _no_value(self, *_):
+        raise NKIError(
+            "tensor-value",
+            f"{self!r} has no value while the kernel is built: Python cannot compare, test, compute with or assign its "
+            "elements; use an instruction (`is None` asks whether there is a tensor)",
+        )
+
+    def __eq__(self, other):
+        # Kernels of nki-library ask `x == None` of arguments that may be missing.
+        return False if other is None else self._no_value()
+
+    def __ne__(self, other):
+        return True if other is None else self._no_value()
+
+    def __bool__(self) -> bool:
+        # nki-library also writes `if x:` of outputs that may be missing. What is on chip is there, so there it can
+        # only mean the elements.
+        return self._no_value() if self.buffer.on_chip else True
+
+    __hash__ = object.__hash__
+    __int__ = __float__ = __index__ = __contains__ = __setitem__ = _no_value
+    __lt__ = __le__ = __gt__ = __ge__ = _no_value
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_value
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no_value
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __and__ = __rand__ = __or__ = __ror__ = _no_value
+    __xor__ = __rxor__ = __neg__ = __pos__ = __abs__ = __invert__ = _no_value
 
     # -- values (for the emulator, not for kernels) ---------------------------------------------------
 
@@ -360,6 +404,7 @@ class Tensor:
             raise NKIError("index", f"index range [{start}, {stop}) step {step} exceeds dimension {dim} of {self!r}")
         return start, stop, step
 
+    @_view
     def reshape(self, shape: Sequence[int]) -> Tensor:
         """The same elements in another shape; on chip the partition dimension stays."""
         self._refuse_indirect("reshape")
@@ -376,6 +421,7 @@ class Tensor:
         strides = self.strides[:first] + row_major(shape[first:])
         return Tensor(self.storage, self.dtype, shape, strides, self.offset)
 
+    @_view
     def view(self, dtype) -> Tensor:
         """The bytes as another dtype; the last dimension counts that one's elements."""
         self._refuse_indirect("view")
@@ -408,6 +454,7 @@ class Tensor:
             shape, strides = (*shape, 1), (*strides, 1)
         return Tensor(self.storage, self.dtype, shape, strides, self.offset if offset is None else offset)
 
+    @_view
     def slice(self, dim, start, end, step=1) -> Tensor:
         """``self[..., start:end:step, ...]`` of one dimension."""
         if not 0 <= integer(dim, "dim") < self.ndim:
@@ -416,6 +463,7 @@ class Tensor:
             raise NKIError("index", f"slice from {start} to {end}: 0 <= start < end")
         return self[(slice(None),) * dim + (slice(start, end, step),)]
 
+    @_view
     def select(self, dim, index) -> Tensor:
         """One element of a dimension, which goes; a register or tensor index is read at run time."""
         if not isinstance(index, (Tensor, VirtualRegister)):
@@ -431,6 +479,7 @@ class Tensor:
         view.runtime = Indirect(index, self.strides[dim], False)
         return view
 
+    @_view
     def vector_select(self, dim, vector_offset) -> Tensor:
         """Row ``vector_offset[p]`` of dimension 0 for each partition p; HBM only."""
         if self.buffer.on_chip or integer(dim, "dim") != 0:
@@ -441,6 +490,7 @@ class Tensor:
         view.runtime = Indirect(vector_offset, self.strides[0], True)
         return view
 
+    @_view
     def permute(self, dims) -> Tensor:
         """The dimensions in another order."""
         self._refuse_indirect("permute")
@@ -449,6 +499,7 @@ class Tensor:
             raise NKIError("view", f"permute{dims} of {self!r}")
         return self._with((self.shape[d] for d in dims), (self.strides[d] for d in dims))
 
+    @_view
     def broadcast(self, dim, size) -> Tensor:
         """A dimension of size 1 repeated, without a copy."""
         dim = self._dim(dim, "broadcast")
@@ -459,6 +510,7 @@ class Tensor:
             (*self.strides[:dim], 0, *self.strides[dim + 1 :]),
         )
 
+    @_view
     def expand_dim(self, dim) -> Tensor:
         """A new dimension of size 1 before ``dim``."""
         self._refuse_indirect("expand_dim")
@@ -466,6 +518,7 @@ class Tensor:
             raise NKIError("view", f"expand_dim {dim} of {self!r}")
         return self._with((*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 1, *self.strides[dim:]))
 
+    @_view
     def squeeze_dim(self, dim) -> Tensor:
         """Without a dimension of size 1."""
         dim = self._dim(dim, "squeeze_dim")
@@ -473,6 +526,7 @@ class Tensor:
             raise NKIError("view", f"squeeze_dim {dim} of {self!r}: its size must be 1")
         return self._with(self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :])
 
+    @_view
     def reshape_dim(self, dim, shape) -> Tensor:
         """One dimension split into several; one size may be -1."""
         dim = self._dim(dim, "reshape_dim")
@@ -487,6 +541,7 @@ class Tensor:
             (*self.shape[:dim], *shape, *self.shape[dim + 1 :]), (*self.strides[:dim], *inner, *self.strides[dim + 1 :])
         )
 
+    @_view
     def flatten_dims(self, start_dim, end_dim) -> Tensor:
         """The dimensions from ``start_dim`` to ``end_dim`` (inclusive) as one."""
         first, last = self._dim(start_dim, "flatten_dims"), self._dim(end_dim, "flatten_dims")
@@ -499,6 +554,7 @@ class Tensor:
             (*self.strides[:first], step, *self.strides[last + 1 :]),
         )
 
+    @_view
     def rearrange(self, src_pattern, dst_pattern, fixed_sizes=None) -> Tensor:
         """Split, reorder and merge dimensions by name: ``(("b", ("h", "w")), ("b", "w", "h"), {"h": 4})``."""
         sizes = dict(fixed_sizes or {})
@@ -540,6 +596,7 @@ class Tensor:
         steps = self.steps(first_dim)
         return self.size == 0 or steps == () or (len(steps) == 1 and steps[0][0] == 1)
 
+    @_view
     def ap(self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0, dtype=None):
         """An explicit access pattern of the storage: ``[[stride, count], ...]``, outermost first.
 

@@ -236,7 +236,7 @@ def _check_dma_transpose(
         raise NKIError("buffer", "src is in PSUM, which a DMA does not reach")
     dge_mode = _mode(oob_mode, dge_mode, priority)
     legal = _AXES.get(src.ndim)
-    if legal is None or (axes is not None and tuple(axes) != legal):
+    if legal is None or (axes is not None and (not isinstance(axes, (tuple, list)) or tuple(axes) != legal)):
         raise NKIError("transpose-axes", f"axes {axes} of {src.shape}: one of {', '.join(map(str, _AXES.values()))}")
     if dst.dtype != src.dtype:
         raise NKIError("dtype", f"a transpose keeps the dtype: src is {src.dtype}, dst {dst.dtype}")
@@ -323,7 +323,8 @@ def _check_dma_compute(dst, srcs, reduce_op, scales=None, unique_indices=True, o
             raise NKIError("elements-differ", f"srcs[{i}] has {src.size} elements, dst has {dst.size}")
     if not isinstance(reduce_op, Op) or reduce_op.name != "add":
         raise NKIError("dma-compute", f"reduce_op is nl.add, not {reduce_op!r}")
-    if scales is not None and (len(scales) != len(srcs) or any(scale != 1.0 for scale in scales)):
+    listed = isinstance(scales, (list, tuple))
+    if scales is not None and (not listed or len(scales) != len(srcs) or any(scale != 1.0 for scale in scales)):
         raise NKIError("dma-compute", f"scales {scales}: one 1.0 per source")
     indirect = [t for t in (dst, *srcs) if t.runtime is not None]
     if any(not t.runtime.per_partition for t in indirect):

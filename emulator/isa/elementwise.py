@@ -330,7 +330,8 @@ def reciprocal(dst, data, name=None):
 def _reduced_axes(data: Tensor, axis) -> tuple[int, ...]:
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     wanted = tuple(range(data.ndim - len(axes), data.ndim))
-    if not axes or 0 in axes or tuple(sorted(axes)) != wanted:
+    # Compared as a set: what is no number has no order. Its size, too, lest an axis counts twice.
+    if not axes or 0 in axes or len(set(axes)) != len(axes) or set(axes) != set(wanted):
         raise NKIError(
             "reduce-axis",
             f"axis {axis} of {data.shape}: the last contiguous free dimensions only, here {wanted}",

@@ -117,6 +117,11 @@ def column(value, what: str, dst: Tensor, float32: bool = True) -> None:
 
 def is_number(value) -> bool:
     """Can ``value`` be an immediate?"""
+    if isinstance(value, int):
+        try:
+            float(value)  # fp32 makes inf of what it cannot hold, but of no integer beyond the floats of Python
+        except OverflowError:
+            raise NKIError("immediate", f"an integer of {value.bit_length()} bits is no immediate") from None
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 

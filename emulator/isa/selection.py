@@ -353,7 +353,9 @@ def _check_nonzero_with_count(dst, src, index_offset=0, padding_val=-1, name=Non
         raise NKIError("partitions-differ", f"src has {src.shape[0]} partitions, dst has {dst.shape[0]}")
     if dst.free_size != src.free_size + 1:
         raise NKIError("elements-differ", f"src has {src.free_size} elements, dst has {dst.free_size}: one more needed")
-    integer(index_offset, "index_offset"), integer(padding_val, "padding_val")
+    for value, last, what in ((index_offset, src.free_size, "index_offset"), (padding_val, 0, "padding_val")):
+        if not -(2**31) <= integer(value, what) < 2**31 - last:
+            raise NKIError("immediate", f"what {what} makes must fit int32")
 
 
 @instruction(_check_nonzero_with_count)

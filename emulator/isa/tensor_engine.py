@@ -21,7 +21,8 @@ def _one_bank(dst: Tensor) -> None:
         return
     size = dtypes.itemsize(dst.dtype)
     bank, alignment = core().target.psum_bank_bytes, core().target.psum_alignment
-    first = dst.offset % dst.row * size
+    # Without an address the allocator puts a tensor at the start of a bank.
+    first = (dst.storage.address or (0, 0))[1] + dst.offset % dst.row * size
     last = first + (dst.extent(1) + 1) * size - 1
     if first % alignment:
         raise NKIError(
@@ -59,7 +60,7 @@ def _check_nc_matmul(
     a, b = operands.on_chip(stationary, "stationary", (SBUF,)), operands.on_chip(moving, "moving", (SBUF,))
     if a.shape[0] != b.shape[0]:
         raise NKIError("matmul-contraction", f"stationary has {a.shape[0]} partitions, moving {b.shape[0]}; both are K")
-    rows, columns = _tile(tuple(tile_position), tuple(tile_size), a, dst)
+    rows, columns = _tile(_pair(tile_position, "tile_position"), _pair(tile_size, "tile_size"), a, dst)
     if a.shape[0] > rows:
         raise NKIError("matmul-tile", f"stationary has {a.shape[0]} partitions, tile_size {tile_size} has {rows} rows")
     double = _double_row(perf_mode)
@@ -117,6 +118,12 @@ def _tile(position: tuple, size: tuple, a: Tensor, dst: Tensor) -> tuple[int, in
             "matmul-tile", f"dst starts at partition {dst.start_partition}, the tile at column {position[1]}"
         )
     return size
+
+
+def _pair(value, what: str) -> tuple:
+    if not isinstance(value, (tuple, list)):
+        raise NKIError("matmul-tile", f"{what} is a pair (row, column), not {value!r}")
+    return tuple(value)
 
 
 def _double_row(perf_mode) -> bool:

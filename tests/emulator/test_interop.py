@@ -117,9 +117,9 @@ def test_a_tensor_that_requires_grad_is_an_argument():
         (torch.ones(3, 4).T, "argument", "strides (1, 4)"),
         (torch.ones(1, 4).expand(3, 4), "argument", "strides (0, 1)"),
         (torch.ones(2, device="meta"), "argument", "meta"),
-        (torch.ones(2, dtype=torch.float64), "dtype", "float64"),
-        (torch.ones(2, dtype=torch.int64), "dtype", "int64"),
-        (torch.ones(2, dtype=torch.complex64), "dtype", "complex64"),
+        (torch.ones(2, dtype=torch.float64), "dtype", "argument 'x': dtype 'float64'"),
+        (torch.ones(2, dtype=torch.int64), "dtype", "argument 'x': dtype 'int64'"),
+        (torch.ones(2, dtype=torch.complex64), "dtype", "argument 'x': dtype 'complex64'"),
         (torch.ones(2).to(torch.float8_e4m3fn), "dtype", "float8_e4m3fn"),
     ],
 )
@@ -127,6 +127,16 @@ def test_torch_arguments_refused(x, rule, says):
     with pytest.raises(emulator.NKIError) as caught:
         nki.simulate(copy)(x)
     assert caught.value.rule == rule and says in str(caught.value)
+
+
+def test_a_wrong_dtype_says_of_which_argument():
+    def kernel(x, scale, table=None):
+        return None
+
+    good, bad = np.ones((2, 2), np.float32), np.ones((2, 2))
+    for arguments, name in (((good, bad, good), "scale"), ((good, good, bad), "table")):
+        with pytest.raises(emulator.NKIError, match=f"argument '{name}': dtype 'float64' is not one .*\\[dtype\\]"):
+            nki.simulate(kernel)(*arguments)
 
 
 @pytest.mark.usefixtures("poisoned")

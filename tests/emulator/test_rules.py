@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trn_kernels import emulator
-from trn_kernels.emulator import rules
+from trn_kernels.emulator import rules, table
 
 emulator.install()
 
@@ -172,6 +172,125 @@ pair(
     nl.sbuf,
 )
 pair("address is a number", "address", lambda a: at(a, 2, 2), 64, (0, 64), "64")
+pair("address before the partitions", "address", lambda a: at(a, 2, 2), (-1, 0), (0, 0), "from partition -1")
+pair("address after the partitions", "address", lambda a: at(a, 2, 2), (127, 0), (126, 0), "127", "128")
+pair("address before the bytes", "address", lambda a: at(a, 2, 2), (0, -4), (0, 0), "byte -4")
+pair("address after SBUF", "address", lambda a: at(a, 2, 2), (0, 212460), (0, 212456), "8 bytes", "212460", "212464")
+pair(
+    "address after PSUM",
+    "address",
+    lambda byte: nl.ndarray((2, 2), nl.float32, nl.psum, address=(0, byte)),
+    16380,
+    16376,
+    "16384",
+)
+
+
+def used(use):
+    """Python does something with a tensor."""
+    use(sb(2, 2))
+
+
+def assigned(tile):
+    tile[0:1] = 1.0
+
+
+pair("tensor as a condition", "tensor-value", used, lambda t: 1 if t else 0, lambda t: 1 if t is not None else 0)
+pair("tensor equal to a number", "tensor-value", used, lambda t: t == 0, lambda t: t == None)  # noqa: E711
+pair("tensor unequal to a tensor", "tensor-value", used, lambda t: t != t[0:1], lambda t: t != None)  # noqa: E711
+pair("tensor in a list", "tensor-value", used, lambda t: t in [sb(2, 2)], lambda t: t in [t, sb(2, 2)])
+pair("tensor less than a number", "tensor-value", used, lambda t: t < 1, lambda t: t.shape < (3,))
+pair("tensor as a bound", "tensor-value", used, range, lambda t: range(t.shape[0]))
+pair("tensor as a float", "tensor-value", used, float, lambda t: float(t.shape[0]))
+pair("number in a tensor", "tensor-value", used, lambda t: 1 in t, lambda t: 1 in t.shape)
+pair("sum of tensors", "tensor-value", used, lambda t: t + t, lambda t: nisa.tensor_tensor(sb(2, 2), t, t, nl.add))
+pair("number minus a tensor", "tensor-value", used, lambda t: 1 - t, lambda t: 1 - t.shape[0])
+pair("negated tensor", "tensor-value", used, lambda t: -t, lambda t: -t.shape[0])
+pair("assignment to a tensor", "tensor-value", used, assigned, lambda t: nisa.memset(t[0:1], 1.0), "instruction")
+pair("value beyond all floats", "immediate", lambda v: nisa.memset(sb(2, 2), v), 10**400, 10**4, "1329 bits")
+pair(
+    "operand beyond all floats",
+    "immediate",
+    lambda v: nisa.tensor_scalar(sb(2, 2), filled(1, 2, 2), nl.add, v),
+    -(10**400),
+    -(10**4),
+    "1329 bits",
+)
+pair(
+    "axis by name",
+    "reduce-axis",
+    lambda a: nisa.tensor_reduce(sb(2, 1), nl.add, filled(1, 2, 2, 2), a),
+    (1, "x"),
+    (1, 2),
+)
+pair(
+    "axis counted twice",
+    "reduce-axis",
+    lambda a: nisa.tensor_reduce(sb(2, 1), nl.add, filled(1, 2, 2, 2), a),
+    (2, 2),
+    (2, 1),
+)
+pair(
+    "scale that is no list",
+    "dma-compute",
+    lambda c: nisa.dma_compute(hbm(2, 2), [shared(2, 2)], nl.add, scales=c),
+    2.0,
+    [1.0],
+)
+pair(
+    "axes that are no tuple",
+    "transpose-axes",
+    lambda a: nisa.dma_transpose(sb(2, 2), filled(1, 2, 2), axes=a),
+    3,
+    (1, 0),
+)
+pair(
+    "tile of the array that is no pair",
+    "matmul-tile",
+    lambda tile: nisa.nc_matmul(ps(2, 2), filled(1, 2, 2), filled(1, 2, 2), tile_position=tile[0], tile_size=tile[1]),
+    (5, 32),
+    ((0, 0), (32, 32)),
+    "tile_position",
+)
+pair(
+    "print of a number", "operand", lambda f: nl.device_print("v", f(filled(1, 2, 2))), lambda t: 3, lambda t: t, "int"
+)
+pair(
+    "print of a register",
+    "operand",
+    lambda f: nl.device_print("v", f()),
+    lambda: nisa.register_alloc(3),
+    lambda: filled(1, 2, 2),
+)
+pair("permutation that is a number", "signature", lambda d: hbm(2, 4).permute(d), 0, (1, 0), "permute")
+pair("shape in two arguments", "signature", lambda s: sb(2, 4).reshape(*s), (2, 4), ((2, 4),), "reshape")
+pair("size that is a number", "signature", lambda s: sb(2, 4).reshape_dim(1, s), 4, (2, 2), "reshape_dim")
+pair("body that is no function", "loop-body", lambda f: nl.fori_loop(0, 4, f), None, lambda i: None, "NoneType")
+
+
+def of_register(use):
+    """Python computes with a register."""
+    use(nisa.register_alloc(3))
+
+
+for name, use in {
+    "negated": lambda r: -r,
+    "shifted": lambda r: r << 1,
+    "halved": lambda r: r / 2,
+    "as a divisor": lambda r: 5 % r,
+    "as an exponent": lambda r: 2**r,
+    "masked": lambda r: r & 1,
+}.items():
+    pair(f"register {name}", "register-value", of_register, use, lambda r: nisa.register_move(r, 1), "fori_loop")
+for name, keyword in (("index", "index_offset"), ("padding", "padding_val")):
+    pair(
+        f"{name} of nonzero beyond int32",
+        "immediate",
+        lambda v, keyword=keyword: nisa.nonzero_with_count(sb(2, 5, dtype=nl.int32), filled(1, 2, 4), **{keyword: v}),
+        2**31,
+        2**31 - 5,
+        "int32",
+    )
 pair("negative size", "shape", lambda n: hbm(4, n), -1, 1, "(4, -1)")
 case("shape is a number", "shape", lambda: nl.ndarray(4, nl.float32, nl.hbm), lambda: hbm(4))
 pair("size is a float", "integer", lambda n: hbm(n), 4.0, 4, "4.0")
@@ -751,6 +870,15 @@ case(
     lambda: nisa.scalar_tensor_tensor(sb(2, 2), sb(2, 2), nl.add, 1.0, nl.add, sb(2, 2), name=None),
     "'mask'",
 )
+pair(
+    "a kind that no check expects",
+    "signature",
+    lambda a: nisa.tensor_reduce(sb(2, 1), nl.add, filled(1, 2, 2), a),
+    [[1]],
+    [1],
+    "nisa.tensor_reduce",
+    "unhashable",
+)
 case("missing argument", "signature", lambda: nisa.memset(sb(2, 2)), lambda: nisa.memset(sb(2, 2), 0), "'value'")
 
 # -- DMA ------------------------------------------------------------------------------------------------
@@ -921,6 +1049,16 @@ pair(
     1,
     512,
     "2048",
+)
+pair(
+    "result at an address over two banks",
+    "psum-bank",
+    lambda byte: nisa.nc_matmul(
+        nl.ndarray((4, 64), nl.float32, nl.psum, address=(0, byte)), filled(1, 2, 4), filled(1, 2, 64)
+    ),
+    1800,
+    1792,
+    "1800 to 2055",
 )
 pair(
     "transpose over two banks",
@@ -1831,6 +1969,19 @@ def test_every_instruction_is_in_the_table_with_its_page():
 def test_a_type_error_of_the_kernel_itself_stays_a_type_error():
     with pytest.raises(TypeError, match="unsupported operand"):
         nki.simulate(lambda: nisa.memset(sb(2, 2), 1 + "1"))()
+
+
+def test_an_error_of_python_in_a_check_is_the_cause_and_one_after_the_checks_stays():
+    @table.instruction(lambda dst, value: int(value))
+    def stops(dst, value):
+        return 1 + "1"
+
+    del emulator.INSTRUCTIONS["stops"]
+    with pytest.raises(emulator.NKIError, match=r"nisa\.stops: .*invalid literal.*\[signature\]") as caught:
+        nki.simulate(lambda: stops(sb(2, 2), "x"))()
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        nki.simulate(lambda: stops(sb(2, 2), 1))()
 
 
 def test_bf16_is_a_dtype_by_any_name():

@@ -46,6 +46,52 @@ def test_construct(line):
     assert (found.line, found.first, found.last) == (6, first, last) and words in str(found)
 
 
+# Imports, and the names of nki.language, nki.isa and nki.jit under them.
+IMPORTS = {
+    "import nki.isa, nki.language": ("nki.language", "nki.isa", "nki.jit"),
+    "from nki import isa, language, jit": ("language", "isa", "jit"),
+    "from nki import language as L, isa as I, jit as J": ("L", "I", "J"),
+    "import nki as n": ("n.language", "n.isa", "n.jit"),
+    "import nki.language as L, nki.isa as I, nki as n": ("L", "I", "n.jit"),
+}
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+@pytest.mark.parametrize("at", ("above", "below"))
+def test_every_style_of_import_is_understood(line, at):
+    language, isa, jit = IMPORTS[line]
+    code = f"""@{jit}
+def kernel(x, *, y):
+    for i in {language}.dynamic_range(4):
+        {isa}.nc_matmul(a, b, c, mask=1, psumAccumulateFlag=1)
+    t = {language}.ndarray((2, 2), {language}.float32, buffer="sbuf")
+    {language}.select(t)
+"""
+    text = f"{line}\n{code}" if at == "above" else f"{code}{line}\n"
+    found = [(one.line - (at == "above"), str(one).split(" [")[0].split(":")[0]) for one in source.findings(text)]
+    assert found == [
+        (2, "a bare * in the signature of a kernel"),
+        (3, "dynamic_range"),
+        (4, "nc_matmul(mask=)"),
+        (4, "nc_matmul(psumAccumulateFlag=)"),
+        (5, "ndarray(buffer='sbuf')"),
+    ]
+
+
+def test_a_function_imported_under_another_name():
+    found = source.findings("from nki.isa import nc_matmul as mm\ndef f(x):\n    mm(x, is_moving_zero=1)\n")
+    assert [(one.line, str(one)[:25]) for one in found] == [(3, "nc_matmul(is_moving_zero=")]
+
+
+@pytest.mark.parametrize(
+    "text", ["from neuronxcc import nki\n", "from neuronxcc.nki import isa, language\n", "import neuronxcc.nki as n\n"]
+)
+def test_imports_of_the_first_nki(text):
+    assert [one.last for one in source.findings(text)] == ["0.3"]
+    (_, found) = source.findings("import neuronxcc.nki\ndef f(x):\n    neuronxcc.nki.language.arange(4)\n")
+    assert "arange" in str(found)
+
+
 def test_while_on_a_register():
     found = source.findings(body("r = nisa.register_alloc(3)", "while r:", "    pass", "while x:", "    break"))
     assert [(one.line, one.last) for one in found] == [(7, "0.6")]
@@ -83,6 +129,22 @@ def test_verdicts_and_status(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"{none}: legal in no NKI from 0.3 on"
     assert main(["check", str(broken)]) == 1
     assert "not Python" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_is_one_line_and_the_rest_is_checked(tmp_path, capsys):
+    missing, folder, latin, nulls, good = (tmp_path / name for name in ("missing", "folder", "latin", "nulls", "good"))
+    folder.mkdir()
+    latin.write_bytes("x = 'é'\n".encode("latin-1"))
+    nulls.write_bytes(b"x = 1\0\n")
+    good.write_text("\ufeff" + body("return x"), encoding="utf-8")
+    assert main(["check", *map(str, (missing, folder, latin, nulls, good))]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{missing}: No such file or directory",
+        f"{folder}: Is a directory",
+        f"{latin}: not UTF-8: byte 5 is 0xe9",
+        f"{nulls}: not a text: it has null bytes",
+        f"{good}: legal in NKI 0.3 to 0.7",
+    ]
 
 
 def test_our_kernels_are_legal_in_the_current_version(capsys):

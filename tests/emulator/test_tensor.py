@@ -46,15 +46,26 @@ def test_buffer_is_sbuf_by_default():
     assert in_kernel(lambda: nl.ndarray((1, 1), nl.float32)).buffer is nl.sbuf
 
 
-def test_a_tensor_compares_by_identity_is_true_and_has_no_arithmetic():
-    t = in_kernel(lambda: fresh((2, 2), nl.sbuf))
-    assert t and t != None and t == t  # noqa: E711
-    assert bool(t == None) is False  # noqa: E711
-    for use in (lambda: t + t, lambda: list(t), lambda: float(t), lambda: len(t)):
+def test_a_tensor_is_compared_with_none_only():
+    t, other = in_kernel(lambda: (fresh((2, 2), nl.sbuf), fresh((2, 2), nl.sbuf)))
+    assert (t == None, t.__eq__(None), t != None) == (False, False, True)  # noqa: E711
+    assert {t: 1, other: 2}[other] == 2 and len({t, other, t}) == 2
+    for use in (lambda: t == other, lambda: t != 1, lambda: t + t, lambda: 2 * t, lambda: float(t)):
+        with pytest.raises(emulator.NKIError, match="tensor-value"):
+            use()
+    for use in (lambda: list(t), lambda: len(t)):
         with pytest.raises(TypeError):
             use()
-    with pytest.raises(TypeError):
-        t[0] = 1.0
+
+
+@pytest.mark.parametrize("buffer", EVERYWHERE)
+def test_a_tensor_is_a_condition_where_it_can_be_missing(buffer):
+    t = in_kernel(lambda: fresh((2, 2), buffer))
+    if buffer in ON_CHIP:
+        with pytest.raises(emulator.NKIError, match="tensor-value"):
+            bool(t)
+    else:
+        assert t
 
 
 # -- indexing -------------------------------------------------------------------------------------------
