@@ -190,6 +190,8 @@ OMITTED = """
 
 - Semaphores, instruction fetch, queues of single DMA engines, descriptor generation: a DMA holds the whole bandwidth
   while its bytes move, and its result can be used 2 us later.
+- Registers: an address or a trip count in one is there at once, also if it was loaded from memory just before.
+- Descriptors of `dma_transpose`: it has the documented share of the bandwidth, however its source is strided.
 - The tensor engine's warm-up: the device starts at about half its rate, and falls back when it idles for some 3 us.
 - The bus that Vector and GpSimd share, bank conflicts of PSUM, traffic of the other cores of the chip.
 - Waiting of two cores for each other: each is placed alone; meetings cost nothing.

@@ -254,7 +254,7 @@ def _check_values(counts: Tensor, num_rows: int) -> None:
     """Refuse impossible counts, where their values are on the host."""
     if counts.device.type != "cpu":
         return
-    low, total = int(counts.min()), int(counts.sum(dtype=torch.int64))
+    low, total = int(counts.min()), sum(counts.tolist())  # as Python adds up: a sum in int64 may wrap
     if low < 0:
         raise ValueError(f"num_tokens_per_expert has a negative count, {low}")
     if total > num_rows:

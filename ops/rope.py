@@ -24,7 +24,8 @@ def rope(query: Tensor, key: Tensor, rope_cache: Tensor, positions: Tensor | Non
     """Rotate queries and keys by a table of cosines and sines (rotate-half convention), differentiable.
 
     ``y = x * cos + rotate_half(x) * sin`` in fp32 with one rounding at the end: bit for bit what torchtitan's
-    ``CosSinRoPE`` computes. The table gets no gradient.
+    ``CosSinRoPE`` computes of finite values. A NaN or an infinity may make NaN of the same element of the up to 128
+    positions that a kernel takes together. The table gets no gradient.
 
     Args:
         query: [B, S, Nq, H], float32, bfloat16 or float16; any S, any Nq, even H, any strides.

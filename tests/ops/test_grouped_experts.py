@@ -396,6 +396,11 @@ BAD = {
         ValueError,
         "adds up to 4294967294",
     ),
+    "counts that wrap in 64 bits": (
+        wrong(num_tokens_per_expert=torch.tensor([2**62, 2**62])),
+        ValueError,
+        "adds up to 9223372036854775808",
+    ),
     # Widths of Mixtral with many experts: 3.7e9 elements, which no offset of 31 bits reaches.
     "weights beyond 31 bits": (
         {
