@@ -23,7 +23,7 @@ def check_parallelism(config, processes: int | None = None) -> None:
     _check_ranks(parallelism, processes)
     if getattr(model, "layers", None) is None:
         return
-    _check_torch(parallelism, processes)
+    _check_torch(config, processes)
     attention = model.layers[0].attention
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     expert, pipeline = parallelism.expert_parallel_degree, parallelism.pipeline_parallel_degree
@@ -170,14 +170,18 @@ def _check_rows(config) -> None:
         )
 
 
-def _check_torch(parallelism, processes: int) -> None:
+def _check_torch(config, processes: int) -> None:
     import torch
 
-    if parallelism.spmd_backend == "spmd_types" and processes > 1 and not shards_typed_parameters():
-        raise ValueError(
-            "parallelism.spmd_backend is 'spmd_types', which in more than one process needs torch 2.14 or newer; "
-            f"with torch {torch.__version__} it must be 'partial_dtensor'"
-        )
+    parallelism = config.parallelism
+    if parallelism.spmd_backend == "spmd_types" and not shards_typed_parameters():
+        checked = getattr(config.debug, "spmd_typechecking", False)
+        if processes > 1 or checked:
+            where = "with debug.spmd_typechecking" if checked else "in more than one process"
+            raise ValueError(
+                f"parallelism.spmd_backend is 'spmd_types', which {where} needs torch 2.14 or newer; "
+                f"with torch {torch.__version__} it must be 'partial_dtensor'"
+            )
     split_by_experts = parallelism.tensor_parallel_degree > 1 and parallelism.expert_parallel_degree > 1
     if (
         split_by_experts

@@ -296,6 +296,9 @@ def test_what_an_older_torch_lacks(folder, monkeypatch):
         torch_is(monkeypatch, False)
     one = with_parallelism(qwen3.native_qwen3_debug(), spmd_backend="spmd_types")
     check_parallelism(one, processes=1)
+    one.debug.spmd_typechecking = True
+    with pytest.raises(ValueError, match="'spmd_types', which with debug.spmd_typechecking needs torch 2.14"):
+        check_parallelism(one, processes=1)
 
 
 @pytest.mark.parametrize(
