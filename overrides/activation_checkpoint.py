@@ -3,8 +3,10 @@
 torchtitan's policy keeps the outputs of a list of operators and computes all others again in the backward; ours are
 not on it. This adds them, where they are asked for:
 
-    --override.imports trn_kernels.overrides,trn_kernels.overrides.nki_selective_ac activation-checkpoint:selective
-    --override.imports 'trn_kernels.overrides.nki_selective_ac={"save": ["grouped_experts"]}'
+    --override.imports trn_kernels.overrides trn_kernels.overrides.nki_selective_ac activation-checkpoint:selective
+    --override.imports trn_kernels.overrides 'trn_kernels.overrides.nki_selective_ac={"save": ["grouped_experts"]}'
+
+Overrides are separated by spaces: torchtitan splits by commas only where no keywords follow.
 """
 
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ class NKISelectiveAC(SelectiveAC):
         """Names of the operators, in the namespace `trn_kernels`."""
 
         def __post_init__(self):
+            if isinstance(self.save, str):  # its letters would be taken for names
+                raise ValueError(f"save is {self.save!r}, must be a list of some of {list(SAVED)}")
             unknown = [name for name in self.save if name not in SAVED]
             if unknown:
                 raise ValueError(f"save has {unknown}, must be some of {list(SAVED)}")
@@ -39,4 +43,4 @@ class NKISelectiveAC(SelectiveAC):
 
 def nki_selective_ac(cfg: SelectiveAC.Config, *, save: tuple[str, ...] = SAVED) -> NKISelectiveAC.Config:
     """Selective activation checkpointing keeps the outputs of NKI kernels (save: names of operators)."""
-    return derive(cfg, NKISelectiveAC.Config, save=tuple(save))
+    return derive(cfg, NKISelectiveAC.Config, save=save if isinstance(save, str) else tuple(save))

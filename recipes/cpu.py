@@ -57,7 +57,6 @@ def prepare(always: bool = False) -> None:
 def prepare_config(config, always: bool = False) -> None:
     """Make a parsed torchtitan `Trainer.Config` fit the CPU in place, where there is no accelerator (or `always`)."""
     if always or accelerator() is None:
-        _shard_plain_parameters(config)
         _sum_gradients(config)
 
 
@@ -136,21 +135,6 @@ def _exchange_unequal_lists() -> None:
             target.copy_(values.view(target.shape))
 
     dist.all_to_all = all_to_all
-
-
-def _shard_plain_parameters(config) -> None:
-    # For configs of torchtitan's own; our recipes have chosen. Transformers' models take no other backend than the
-    # default; recipes/v5.py gives them a mesh that any torch can shard over.
-    if config.model_spec.name == "transformers_modeling_backend":
-        return
-    from trn_kernels.recipes.parallelism import fit_torch
-
-    asked = config.parallelism.spmd_backend
-    fit_torch(config)
-    if config.parallelism.spmd_backend != asked:
-        from torchtitan.tools.logging import logger
-
-        logger.info(f"[CPU] parallelism.spmd_backend {asked} -> {config.parallelism.spmd_backend}, for this torch")
 
 
 def _sum_gradients(config) -> None:

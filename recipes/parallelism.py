@@ -1,27 +1,29 @@
-"""Refuses what a model, its sequences or the installed torch cannot be split by, before anything is built.
+"""Refuses what the ranks, a model, its sequences or the installed torch cannot be split by, before anything is built.
 
 torchtitan finds some of these out late, in the middle of the first step, or without the numbers.
 """
 
 import inspect
+import math
 import os
 
 
 def check_parallelism(config, processes: int | None = None) -> None:
-    """Check the degrees of a `Trainer.Config` of a torchtitan decoder (Qwen3, ...); other models pass.
+    """Check the degrees of a `Trainer.Config` against its ranks and, of a torchtitan decoder (Qwen3, ...), its model.
 
     Args:
         config: its paths and flags are final; its model may have been updated from it, or not yet.
-        processes: of the run; by default torchrun's `WORLD_SIZE`, else 1.
+        processes: of the run; by default those of torch.distributed, or that torchrun announces.
 
     Raises:
         ValueError: names the field, the degree and the size or the version that it does not fit.
     """
     model, parallelism = config.model_spec.model, config.parallelism
+    processes = _processes(config) if processes is None else processes
+    _check_ranks(parallelism, processes)
     if getattr(model, "layers", None) is None:
         return
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if processes is None else processes
-    _check_torch(parallelism, processes)
+    _check_torch(config, processes)
     attention = model.layers[0].attention
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     expert, pipeline = parallelism.expert_parallel_degree, parallelism.pipeline_parallel_degree
@@ -43,7 +45,7 @@ def check_parallelism(config, processes: int | None = None) -> None:
         _check_rows(config)
     replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     if shards < 0:
-        shards = max(processes // (replicas * context * tensor * pipeline), 1)
+        shards = processes // (replicas * context * tensor * pipeline)
     if parallelism.spmd_backend == "full_dtensor" and replicas * shards > 1 and not shards_typed_parameters():
         _warn_of_losses(replicas * shards)
     for moe in mixtures:
@@ -62,6 +64,44 @@ def check_parallelism(config, processes: int | None = None) -> None:
                 f"data parallelism shards {moe.num_experts} experts over {ranks} ranks, and then their hidden "
                 f"dimension, {inner.hidden_dim}, into {parts} parts, which do not divide it"
             )
+
+
+def _processes(config) -> int:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return dist.get_world_size()
+    # torchtitan's rehearsals of many ranks in one process take the number from another variable.
+    one_process = getattr(config.comm, "mode", "default") != "default"
+    return int(os.environ.get("NGPU" if one_process else "WORLD_SIZE", 1))
+
+
+def _check_ranks(parallelism, processes: int) -> None:
+    """The degrees are positive and multiply to the ranks; torchtitan has assertions for some of this."""
+    fields = [f"{axis}_degree" for axis in ("data_parallel_replicate", "data_parallel_shard")]
+    fields += [f"{axis}_parallel_degree" for axis in ("context", "tensor", "pipeline", "expert")]
+    degrees = {field: getattr(parallelism, field) for field in fields}
+    shards, expert = degrees["data_parallel_shard_degree"], degrees["expert_parallel_degree"]
+    for field, degree in degrees.items():
+        if degree < 1 and (field, degree) != ("data_parallel_shard_degree", -1):
+            or_rest = ", or -1 for the ranks that are left" if field == "data_parallel_shard_degree" else ""
+            raise ValueError(f"parallelism.{field} is {degree}, must be at least 1{or_rest}")
+    dense = {field: degree for field, degree in degrees.items() if field != "expert_parallel_degree" and degree > 0}
+    product = math.prod(dense.values())
+    if processes % product or (shards > 0 and product != processes):
+        named = " x ".join(f"{field} {degree}" for field, degree in dense.items())
+        raise ValueError(
+            f"parallelism has {named} = {product}, which must {'be' if shards > 0 else 'divide'} the number of ranks, "
+            f"{processes}"
+        )
+    # Experts are split over the ranks that share the data's and the sequence's shards.
+    inner = processes // (degrees["data_parallel_replicate_degree"] * degrees["pipeline_parallel_degree"])
+    if inner % expert:
+        replicas, stages = degrees["data_parallel_replicate_degree"], degrees["pipeline_parallel_degree"]
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {expert}, must divide {inner}, the number of ranks, {processes}, "
+            f"by data_parallel_replicate_degree {replicas} and pipeline_parallel_degree {stages}"
+        )
 
 
 def _check_sequence(config, tensor: int, expert: int) -> None:
@@ -130,14 +170,18 @@ def _check_rows(config) -> None:
         )
 
 
-def _check_torch(parallelism, processes: int) -> None:
+def _check_torch(config, processes: int) -> None:
     import torch
 
-    if parallelism.spmd_backend == "spmd_types" and processes > 1 and not shards_typed_parameters():
-        raise ValueError(
-            "parallelism.spmd_backend is 'spmd_types', which in more than one process needs torch 2.14 or newer; "
-            f"with torch {torch.__version__} it must be 'partial_dtensor'"
-        )
+    parallelism = config.parallelism
+    if parallelism.spmd_backend == "spmd_types" and not shards_typed_parameters():
+        checked = getattr(config.debug, "spmd_typechecking", False)
+        if processes > 1 or checked:
+            where = "with debug.spmd_typechecking" if checked else "in more than one process"
+            raise ValueError(
+                f"parallelism.spmd_backend is 'spmd_types', which {where} needs torch 2.14 or newer; "
+                f"with torch {torch.__version__} it must be 'partial_dtensor'"
+            )
     split_by_experts = parallelism.tensor_parallel_degree > 1 and parallelism.expert_parallel_degree > 1
     if (
         split_by_experts

@@ -9,6 +9,9 @@ have shapes but no memory (PyTorch's fake tensors and fake process group). What 
 largest sum of the second step, when the optimizer has its state, is the result. So it knows of every layout what
 torchtitan knows of it: nothing of FSDP, tensor parallelism or activation checkpointing is repeated here.
 
+The exit status is 0 if the training fits, 1 if it does not, and 2 if there is no plan: an error in what was asked, such
+as a layout that the training would refuse too. What the installed torch cannot train is not planned either.
+
 Not in it: what the runtime, its collectives and compiled programs take beside PyTorch's tensors, scratch memory inside
 an operator, fragmentation, and what torch.compile saves (blocks are traced as in eager mode). Attention is that of a
 CPU, fused; one that materialises its scores needs more. Under expert parallelism every rank is supposed to get as many
@@ -20,7 +23,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
+import traceback
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -205,11 +210,13 @@ def plan(config, ranks: int) -> Plan:
 
     Raises:
         RuntimeError: torchtitan is older than 0.3, or this process has process groups.
-        ValueError: a layout that torchtitan refuses, or one of those that are not planned for: pipeline
-            parallelism, offloading to the CPU.
+        ValueError: a layout that the training refuses (`check_parallelism`), or one of those that are not planned for:
+            pipeline parallelism, offloading to the CPU.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from trn_kernels.recipes.parallelism import check_parallelism
 
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, must be at least 1")
@@ -224,6 +231,7 @@ def plan(config, ranks: int) -> Plan:
         )
     if config.training.enable_cpu_offload:
         raise ValueError("training.enable_cpu_offload is on; plan counts memory of the device only")
+    check_parallelism(config, processes=ranks)  # with compilation as asked for, which changes what is possible
     config.compile.enable = False
     multithreaded = torch.autograd.is_multithreading_enabled()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -487,22 +495,46 @@ def run(arguments: list[str]) -> Plan:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns 1 if the training does not fit."""
+    """The command line; returns the exit status."""
+    try:
+        return _main(sys.argv[1:] if arguments is None else arguments)
+    except OSError as error:  # names the file
+        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:
+        if isinstance(error, ValueError | RuntimeError) and _is_told(error):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+    return 2
+
+
+def _is_told(error: Exception) -> bool:
+    """Did this package or torchtitan raise it? The message says it all then."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return (frame.f_globals.get("__package__") or "").startswith(("trn_kernels", "torchtitan"))
+
+
+def _main(arguments: list[str]) -> int:
     from trn_kernels.recipes import cpu
 
+    table = arguments[:1] == ["table"]
+    if table and len(arguments) != 2:
+        raise ValueError(f"table takes the path of one Markdown file, got {len(arguments) - 1}")
+    if not table:
+        options = _parser().parse_known_args(arguments)[0]
+        if not 0 < options.hbm < math.inf:
+            raise ValueError(f"hbm is {options.hbm:g}, must be a number of GiB above 0")
+        hbm = round(options.hbm * 2**30)
     cpu.stub_triton()
     cpu.prepare(always=True)
     import torchtitan.trainer  # noqa: F401
 
     import trn_kernels.overrides.registry  # noqa: F401
 
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["table"]:
-        write_table(*arguments[1:])
+    if table:
+        write_table(arguments[1])
         return 0
-    options = _parser().parse_known_args(arguments)[0]
     result = run(arguments)
-    hbm = round(options.hbm * 2**30)
     print(json.dumps(asdict(result) | {"peak": result.peak}) if options.json else result.table(hbm))
     return int(result.peak > hbm)
 

@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import re
+import statistics
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -328,7 +329,7 @@ def _check_steps(log: Log, expected: float | None, tolerance: float, report: Rep
     for name, unit in (("grad_norm", ""), ("memory", " GiB"), ("tps", " tokens/s per rank"), ("mfu", " %")):
         values = [step[name] for step in log.steps]
         # The first step includes compilation.
-        steady = sorted(values[1:] or values)[len(values[1:] or values) // 2]
+        steady = statistics.median(values[1:] or values)
         report.facts.append(f"{name}: median {steady:g}{unit}, largest {max(values):g}{unit}")
     report.facts += [f"launches: {line}" for line in log.launches]
 
@@ -374,18 +375,32 @@ def read_losses(path: str | Path) -> dict[int, dict[str, float]]:
     """Loss and gradient norm by step, from a golden file, a training log, or a folder of TensorBoard's events.
 
     Raises:
-        ValueError: nothing of that in `path`.
+        OSError: `path` cannot be read.
+        ValueError: nothing of that in `path`, or a step without a loss.
     """
     path = Path(path)
     if path.is_dir():
         steps = _read_tensorboard(path)
     elif path.suffix == ".json":
-        steps = {int(step): values for step, values in json.loads(path.read_text())["steps"].items()}
+        steps = _read_golden(path)[0]
     else:
         steps = {int(s["step"]): {name: s[name] for name in _TENSORBOARD} for s in read_log(path).steps}
     if not steps:
         raise ValueError(f"no losses in {path}")
+    for step, values in steps.items():
+        if "loss" not in values:
+            raise ValueError(f"no loss of step {step} in {path}")
     return steps
+
+
+def _read_golden(path: Path) -> tuple[dict[int, dict[str, float]], float]:
+    """Steps and tolerance."""
+    try:
+        stored = json.loads(path.read_text())
+        steps = {int(step): {n: float(v) for n, v in values.items()} for step, values in stored["steps"].items()}
+        return steps, float(stored.get("tolerance", TOLERANCE))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no golden file: {type(error).__name__}: {error}") from error
 
 
 def _read_tensorboard(folder: Path) -> dict[int, dict[str, float]]:
@@ -420,8 +435,7 @@ def verify_losses(run: str | Path, golden: str | Path, tolerance: float | None =
     """
     ours, theirs, report = read_losses(run), read_losses(golden), Report()
     if tolerance is None:
-        stored = json.loads(Path(golden).read_text()) if Path(golden).suffix == ".json" else {}
-        tolerance = stored.get("tolerance", TOLERANCE)
+        tolerance = _read_golden(Path(golden))[1] if Path(golden).suffix == ".json" else TOLERANCE
     report.facts.append(f"{'step':>4} {'loss':>9} {'golden':>9} {'difference':>10}   {'grad_norm':>9} {'golden':>9}")
     largest = 0.0
     for step, right in sorted(theirs.items()):
@@ -429,6 +443,9 @@ def verify_losses(run: str | Path, golden: str | Path, tolerance: float | None =
             report.problems.append(f"no loss of step {step} in {run}")
             continue
         found = ours[step]
+        if right["loss"] == 0:
+            report.problems.append(f"loss of step {step} is 0 in {golden}; no difference is relative to that")
+            continue
         difference = abs(found["loss"] - right["loss"]) / abs(right["loss"])
         norms = f"{found.get('grad_norm', math.nan):9.4f} {right.get('grad_norm', math.nan):9.4f}"
         report.facts.append(f"{step:4} {found['loss']:9.5f} {right['loss']:9.5f} {difference:10.1e}   {norms}")
@@ -467,18 +484,25 @@ def main(arguments: list[str] | None = None) -> int:
     losses.add_argument("--tolerance", type=float, help=f"relative (default: the golden file's, else {TOLERANCE})")
     losses.add_argument("--write", metavar="GOLDEN", help="write the losses of the run there instead")
     options = parser.parse_args(arguments)
+    if options.command == "losses" and (options.golden is None) == (options.write is None):
+        losses.error("give either a second run or --write")
+    # About a file, which they name; those of an export may come from deep inside other packages.
+    told = () if options.command == "export" else (OSError, ValueError)
+    try:
+        return _run(options)
+    except told as error:
+        print(Report(problems=[str(error)]))
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.command == "losses":
-        if (options.golden is None) == (options.write is None):
-            losses.error("give either a second run or --write")
-        try:
-            if options.write is None:
-                report = verify_losses(options.run, options.golden, options.tolerance)
-            else:
-                steps = read_losses(options.run)
-                write_losses(steps, options.write, TOLERANCE if options.tolerance is None else options.tolerance)
-                report = Report([f"{len(steps)} steps in {options.write}"])
-        except ValueError as error:
-            report = Report(problems=[str(error)])
+        if options.write is None:
+            report = verify_losses(options.run, options.golden, options.tolerance)
+        else:
+            steps = read_losses(options.run)
+            write_losses(steps, options.write, TOLERANCE if options.tolerance is None else options.tolerance)
+            report = Report([f"{len(steps)} steps in {options.write}"])
     elif options.command == "export":
         from trn_kernels.recipes.cpu import stub_triton
 
@@ -495,8 +519,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if read.steps:
             png = options.png or f"{options.file}.png"
-            draw(read, png)
-            report.facts.append(f"curves: {png}")
+            try:  # whose failure must not lose the report
+                draw(read, png)
+                report.facts.append(f"curves: {png}")
+            except (OSError, ValueError, ImportError) as error:
+                report.problems.append(f"no curves in {png}: {type(error).__name__}: {error}")
     print(report)
     return 1 if report.problems else 0
 

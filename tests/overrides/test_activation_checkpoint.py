@@ -46,3 +46,8 @@ def test_some_operators():
 def test_an_unknown_operator_is_refused(save):
     with pytest.raises(ValueError, match="must be some of .*'rope', 'rope_hf', 'grouped_experts'"):
         nki_selective_ac(SelectiveAC.Config(), save=save)
+
+
+def test_a_name_is_not_a_list_of_letters():
+    with pytest.raises(ValueError, match="save is 'rope', must be a list of some of"):
+        nki_selective_ac(SelectiveAC.Config(), save="rope")

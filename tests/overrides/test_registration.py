@@ -1,5 +1,6 @@
 """Each form of `--override.imports` finds our overrides and claims exactly the nodes it should."""
 
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
@@ -16,6 +17,7 @@ from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b, qwen3_debugmo
 
 import trn_kernels
 from trn_kernels.overrides import OPT_IN, OVERRIDES, NKIGroupedExperts, NKIRoPE, compat, nki_grouped_experts, nki_rope
+from trn_kernels.overrides.activation_checkpoint import SAVED, NKISelectiveAC
 
 LAYERS = 8  # of torchtitan's debug model
 ROOT = Path(trn_kernels.__file__).parent
@@ -85,6 +87,35 @@ def test_command_line_forms(tokens, name, kernel):
         assert line.startswith(f"[Override] {name}: {where} CosSinRoPE.Config -> NKIRoPE.Config")
     assert all(type(rope) is NKIRoPE.Config and rope.kernel == kernel for rope in ropes(config))
     assert len({id(rope) for rope in ropes(config)}) == LAYERS
+
+
+def documented_forms():
+    """What the README says to type after `--override.imports`, word by word."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("--override.imports ")]
+
+
+@pytest.mark.parametrize("words", documented_forms(), ids=" ".join)
+def test_documented_forms(words):
+    """Each parses as it stands, and every override in it claims something."""
+    command = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--override.imports", *words]
+    config = ConfigManager().parse_args(command)
+    lines = apply_overrides(config.override, config)
+    names = [word.partition("=")[0] for word in words if word.startswith("trn_kernels.")]
+    assert names
+    assert {line.split()[1].rstrip(":") for line in lines} == set(names)
+    if names[-1].endswith("nki_selective_ac"):
+        save = ("grouped_experts",) if "=" in words[1] else SAVED
+        assert (type(config.activation_checkpoint), config.activation_checkpoint.save) == (NKISelectiveAC.Config, save)
+
+
+def test_keywords_and_commas():
+    """torchtitan splits by commas only where no keywords follow; hence the README's spaces."""
+    start = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--override.imports"]
+    keywords = 'trn_kernels.overrides.nki_selective_ac={"save": ["grouped_experts"]}'
+    config = ConfigManager().parse_args([*start, f"trn_kernels.overrides,{keywords}"])
+    with pytest.raises(ImportError, match="trn_kernels.overrides,trn_kernels.overrides"):
+        apply_overrides(config.override, config)
 
 
 @pytest.mark.parametrize(

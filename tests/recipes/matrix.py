@@ -145,7 +145,7 @@ def rows() -> list[Row]:
     modified += [Row("moe", layout, 2) for layout in ("", "tp 2", "ep 2", "tp 2, ep 2")] + [Row("moe", "tp 2, ep 2", 4)]
     for row in modified:
         found += [replace(row, checkpointing=policy) for policy in ("selective", "ours", "full")]
-        found += [replace(row, how="--debug.spmd_typechecking")] if SPMD or row.processes == 1 else []
+        found += [replace(row, how="--debug.spmd_typechecking")] if SPMD else []
         if row.processes < 4:
             found += [replace(row, how=AOT_EAGER)]
             found += (

@@ -154,9 +154,52 @@ REFUSED = {
 def test_degrees_that_do_not_fit(folder, monkeypatch, recipe, degrees, message, new):
     torch_is(monkeypatch, new)
     config = recipe()
-    check_parallelism(config, processes=64)
+    check_parallelism(config, processes=48)
     with pytest.raises(ValueError, match=message):
-        check_parallelism(with_parallelism(config, **degrees), processes=64)
+        check_parallelism(with_parallelism(config, **degrees), processes=48)
+
+
+RANKS = {
+    "tensor": (2, {"tensor": 3}, "_replicate_degree 1 x .*tensor_parallel_degree 3 .* = 3, .* divide .* ranks, 2"),
+    "more than ranks": (2, {"tensor": 4}, "tensor_parallel_degree 4 .* = 4, which must divide the number of ranks, 2"),
+    "fewer than ranks": (
+        8,
+        {"tensor": 2, "data_parallel_shard_degree": 2},
+        "_shard_degree 2 x .*tensor_parallel_degree 2 .* = 4, which must be the number of ranks, 8",
+    ),
+    "expert": (2, {"expert": 3}, "expert_parallel_degree is 3, must divide 2, the number of ranks, 2, by"),
+    "expert of replicas": (
+        4,
+        {"expert": 4, "data_parallel_replicate_degree": 2},
+        "expert_parallel_degree is 4, must divide 2, the number of ranks, 4, by .*replicate_degree 2",
+    ),
+    "no tensor": (2, {"tensor": 0}, "tensor_parallel_degree is 0, must be at least 1$"),
+    "no expert": (2, {"expert": 0}, "expert_parallel_degree is 0, must be at least 1$"),
+    "no pipeline": (2, {"pipeline": 0}, "pipeline_parallel_degree is 0, must be at least 1$"),
+    "no context": (2, {"context": -1}, "context_parallel_degree is -1, must be at least 1$"),
+    "no replica": (2, {"data_parallel_replicate_degree": 0}, "_replicate_degree is 0, must be at least 1$"),
+    "no shard": (2, {"data_parallel_shard_degree": 0}, "_shard_degree is 0, must be at least 1, or -1 for"),
+}
+
+
+@pytest.mark.parametrize(("processes", "degrees", "message"), RANKS.values(), ids=[*RANKS])
+@pytest.mark.parametrize("recipe", [qwen3.native_qwen3_debug, qwen3.nki_qwen3_moe_debug], ids=["dense", "moe"])
+def test_degrees_that_do_not_fit_the_ranks(folder, recipe, processes, degrees, message):
+    with pytest.raises(ValueError, match=message):
+        check_parallelism(with_parallelism(recipe(), **degrees), processes)
+
+
+def test_ranks_of_a_run(folder, monkeypatch):
+    """torchrun's, or those of torchtitan's rehearsal in one process."""
+    config = with_parallelism(qwen3.native_qwen3_debug(), tensor=8)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("NGPU", "16")
+    check_parallelism(config)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="the number of ranks, 1$"):
+        check_parallelism(config)
+    config.comm.mode = "fake_backend"
+    check_parallelism(config)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +223,10 @@ def test_sequences_that_cannot_be_split(folder, monkeypatch, recipe, length, deg
     config = with_parallelism(recipe(), **degrees)
     config.training.seq_len = length
     if message is None:
-        check_parallelism(config)
+        check_parallelism(config, processes=16)
     else:
         with pytest.raises(ValueError, match=message):
-            check_parallelism(config)
+            check_parallelism(config, processes=16)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +296,9 @@ def test_what_an_older_torch_lacks(folder, monkeypatch):
         torch_is(monkeypatch, False)
     one = with_parallelism(qwen3.native_qwen3_debug(), spmd_backend="spmd_types")
     check_parallelism(one, processes=1)
+    one.debug.spmd_typechecking = True
+    with pytest.raises(ValueError, match="'spmd_types', which with debug.spmd_typechecking needs torch 2.14"):
+        check_parallelism(one, processes=1)
 
 
 @pytest.mark.parametrize(
@@ -316,9 +362,9 @@ def test_both_launchers_refuse(workers, folder, tmp_path):
     done = workers.run(
         "refused", *flags, "--parallelism.expert_parallel_degree", "3", folder=tmp_path, may_fail=True, processes=2
     )
-    message = "parallelism.expert_parallel_degree is 3; it must divide the model's 8 experts"
+    message = "parallelism.expert_parallel_degree is 3, must divide "
     assert done.failed[1] == 1
-    assert f"ValueError: {message}" in done.logs[0]
+    assert f"ValueError: {message}2, the number of ranks" in done.logs[0]
     assert "Building device mesh" not in done.logs[0]
     config = with_parallelism(qwen3.nki_qwen3_moe_debug(), expert=3)
     with pytest.raises(ValueError, match=message):

@@ -10,6 +10,7 @@ import pytest
 
 import trn_kernels
 from trn_kernels.recipes import plan
+from trn_kernels.recipes.parallelism import shards_typed_parameters
 
 ROOT = Path(trn_kernels.__file__).resolve().parent
 ENVIRONMENT = {
@@ -136,11 +137,42 @@ def test_says_whether_it_fits(tmp_path):
         ),
         ("--ranks 2 --training.enable_cpu_offload", "training.enable_cpu_offload is on"),
         ("--ranks 2 --training.global_batch_size 6", "training.global_batch_size is 6, not a multiple of"),
+        ("--ranks 2 --tp 3", "parallelism has data_parallel_replicate_degree 1 x "),
+        ("--ranks 2 --config nothing", "Config function 'nothing' not found in trn_kernels.recipes.qwen3."),
+        ("--ranks 2 --hbm nan", "hbm is nan, must be a number of GiB above 0"),
+        ("--ranks 40 --config nki_qwen3_moe_debug", "data parallelism shards 8 experts over 40 ranks, "),
+        pytest.param(
+            "--ranks 2 --tp 2 --ac full --compile.enable",
+            "compile.enable is on with activation checkpointing, parallelism.tensor_parallel_degree 2",
+            marks=pytest.mark.skipif(shards_typed_parameters(), reason="torch 2.14 can compile it"),
+        ),
     ],
 )
 def test_refused(tmp_path, flags, message):
+    """By one line, and a status of its own: none of these is a training that does not fit."""
     command = ["-m", "trn_kernels.recipes.plan", "--config", "native_qwen3_debug", *flags.split()]
-    assert f"ValueError: {message}" in python(tmp_path, *command, returncode=1).stderr
+    done = python(tmp_path, *command, returncode=2)
+    assert f"\nerror: {message}" in f"\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "table takes the path of one Markdown file, got 0"),
+        (["missing.md"], "[Errno 2] No such file or directory: 'missing.md'"),
+    ],
+)
+def test_table_needs_a_file(tmp_path, arguments, message):
+    done = python(tmp_path, "-m", "trn_kernels.recipes.plan", "table", *arguments, returncode=2)
+    assert f"error: {message}" in done.stderr.splitlines()
+
+
+def test_a_fault_of_another_package_keeps_its_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "_main", lambda arguments: json.loads("{"))
+    assert plan.main([]) == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_the_documentation_has_what_plan_says(plans, tmp_path):

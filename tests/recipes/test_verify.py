@@ -169,6 +169,55 @@ def test_log_from_the_command_line(log, tmp_path, capsys):
     assert (tmp_path / "other.png").exists()
 
 
+def test_the_median_of_an_even_number_is_between(log):
+    facts = verify_log(log([*lines(), step(5, " 6.00000")]))[0].facts  # four after the first
+    assert "tps: median 1073.5 tokens/s per rank, largest 1075 tokens/s per rank" in facts
+
+
+GOOD = {"steps": {"1": {"loss": 2.0, "grad_norm": 1.0}}}
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("log missing.log", "[Errno 2] No such file or directory: 'missing.log'"),
+        ("losses missing.log good.json", "[Errno 2] No such file or directory: 'missing.log'"),
+        ("losses good.json missing.json", "[Errno 2] No such file or directory: 'missing.json'"),
+        ("losses good.json empty.json", "empty.json is no golden file: KeyError: 'steps'"),
+        ("losses good.json list.json", "list.json is no golden file: TypeError"),
+        ("losses good.json text.json", "text.json is no golden file: JSONDecodeError"),
+        ("losses good.json word.json", "word.json is no golden file: ValueError"),
+        ("losses good.json no_loss.json", "no loss of step 1 in no_loss.json"),
+        ("losses no_loss.json good.json", "no loss of step 1 in no_loss.json"),
+        ("losses good.json zero.json", "loss of step 1 is 0 in zero.json"),
+        ("losses good.json --write nowhere/new.json", "[Errno 2] No such file or directory: 'nowhere/new.json'"),
+    ],
+)
+def test_files_that_cannot_be_judged_are_named(tmp_path, monkeypatch, capsys, command, problem):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "good": json.dumps(GOOD),
+        "empty": "{}",
+        "list": "[]",
+        "text": "steps",
+        "word": json.dumps({"steps": {"1": {"loss": "small"}}}),
+        "no_loss": json.dumps({"steps": {"1": {"grad_norm": 1.0}}}),
+        "zero": json.dumps({"steps": {"1": {"loss": 0.0}}}),
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    assert main(command.split()) == 1
+    (complaint,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("FAIL ")]
+    assert complaint.startswith(f"FAIL {problem}")
+
+
+def test_curves_that_cannot_be_drawn_leave_the_report(log, tmp_path, capsys):
+    assert main(["log", str(log(lines())), "--png", str(tmp_path / "nowhere" / "curves.png")]) == 1
+    out = capsys.readouterr().out
+    assert "loss: 6.51 at step 1" in out
+    assert f"FAIL no curves in {tmp_path / 'nowhere' / 'curves.png'}: FileNotFoundError" in out
+
+
 # -- exports --------------------------------------------------------------------------------------------
 
 
