@@ -57,6 +57,7 @@ def prepare(always: bool = False) -> None:
 def prepare_config(config, always: bool = False) -> None:
     """Make a parsed torchtitan `Trainer.Config` fit the CPU in place, where there is no accelerator (or `always`)."""
     if always or accelerator() is None:
+        _shard_plain_parameters(config)
         _sum_gradients(config)
 
 
@@ -135,6 +136,23 @@ def _exchange_unequal_lists() -> None:
             target.copy_(values.view(target.shape))
 
     dist.all_to_all = all_to_all
+
+
+def _shard_plain_parameters(config) -> None:
+    # For configs of torchtitan's own, whose default needs torch 2.14; our recipes have chosen. What the command line
+    # asks for stays, and is refused. Transformers' models take no other backend than the default; recipes/v5.py gives
+    # them a mesh that any torch can shard over.
+    asked = any("parallelism.spmd_backend" in word.replace("-", "_") for word in sys.argv)
+    if asked or config.model_spec.name == "transformers_modeling_backend":
+        return
+    from trn_kernels.recipes.parallelism import fit_torch
+
+    default = config.parallelism.spmd_backend
+    fit_torch(config)
+    if config.parallelism.spmd_backend != default:
+        from torchtitan.tools.logging import logger
+
+        logger.info(f"[CPU] parallelism.spmd_backend {default} -> {config.parallelism.spmd_backend}, for this torch")
 
 
 def _sum_gradients(config) -> None:

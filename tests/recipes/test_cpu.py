@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 
 from trn_kernels.recipes import cpu
@@ -101,14 +102,28 @@ def test_set_timeout_is_named_where_missing(monkeypatch):
     assert dist.set_timeout is own
 
 
-@pytest.mark.parametrize("backend", ["spmd_types", "full_dtensor", "partial_dtensor"])
-def test_a_chosen_backend_stays(monkeypatch, backend):
-    """Whether this torch can do it is said by `check_parallelism`, which follows."""
+@pytest.mark.parametrize("words", [[], ["--parallelism.spmd_backend", "x"], ["--parallelism.spmd-backend=x"]])
+@pytest.mark.parametrize(
+    ("capable", "backend", "wanted"),
+    [
+        (False, "spmd_types", "partial_dtensor"),
+        (True, "spmd_types", "spmd_types"),
+        (False, "full_dtensor", "full_dtensor"),
+    ],
+)
+def test_spmd_backend(monkeypatch, capable, backend, wanted, words):
+    """A default gives way to what this torch can do. What was asked for stays: `check_parallelism`, which follows, may
+    refuse it."""
     have_device(monkeypatch, None)
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    if capable:
+        monkeypatch.setattr(FSDPParam, "_restore_spmd_types", None, raising=False)
+    else:
+        monkeypatch.delattr(FSDPParam, "_restore_spmd_types", raising=False)
     config = qwen3_debugmodel()
     config.parallelism.spmd_backend = backend
     cpu.prepare_config(config)
-    assert config.parallelism.spmd_backend == backend
+    assert config.parallelism.spmd_backend == (backend if words else wanted)
 
 
 @pytest.mark.parametrize(("backend", "sums"), [("gloo", True), ("nccl", False)])
