@@ -250,12 +250,15 @@ def _plan(config, ranks: int) -> Plan:
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.tools.utils import set_default_dtype
 
+    from trn_kernels.overrides.registry import check_named
+
     training, spec = config.training, config.model_spec
     dims = ParallelDims.from_config(config.parallelism, ranks)
     dims.build_mesh()
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     spec.model.update_from_config(config=config)
     if config.override.imports:
+        check_named(config.override.imports, config)
         apply_overrides(config.override, config)
     _balance_routing(spec.model)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
@@ -528,8 +531,6 @@ def _main(arguments: list[str]) -> int:
     cpu.stub_triton()
     cpu.prepare(always=True)
     import torchtitan.trainer  # noqa: F401
-
-    import trn_kernels.overrides.registry  # noqa: F401
 
     if table:
         write_table(arguments[1])

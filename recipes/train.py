@@ -31,7 +31,7 @@ def main() -> None:
     import torchtitan.train
 
     # Registers the overrides: torchtitan imports `trn_kernels` for that, but this process already has it.
-    import trn_kernels.overrides.registry  # noqa: F401
+    from trn_kernels.overrides.registry import check_named
     from trn_kernels.recipes.parallelism import check_parallelism
 
     class Config(torchtitan.train.ConfigManager):
@@ -39,6 +39,7 @@ def main() -> None:
             config = super().parse_args(*args, **kwargs)
             cpu.prepare_config(config)
             check_parallelism(config)
+            check_named(config.override.imports, config)
             return config
 
     torchtitan.train.ConfigManager = Config

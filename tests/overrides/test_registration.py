@@ -11,6 +11,7 @@ import pytest
 from torchtitan.config import Configurable, OverrideConfig, apply_overrides, derive
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import _REGISTRY
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b, qwen3_debugmodel, qwen3_moe_debug
@@ -18,6 +19,7 @@ from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b, qwen3_debugmo
 import trn_kernels
 from trn_kernels.overrides import OPT_IN, OVERRIDES, NKIGroupedExperts, NKIRoPE, compat, nki_grouped_experts, nki_rope
 from trn_kernels.overrides.activation_checkpoint import SAVED, NKISelectiveAC
+from trn_kernels.overrides.registry import check_named
 
 LAYERS = 8  # of torchtitan's debug model
 ROOT = Path(trn_kernels.__file__).parent
@@ -187,6 +189,28 @@ def test_some_layers_by_an_override_of_ones_own(tmp_path, monkeypatch):
     assert len(lines) == 10 + 48
     claimed = [i for i, cfg in enumerate(experts(config)) if type(cfg) is NKIGroupedExperts.Config]
     assert claimed == [*range(10, 20)]
+
+
+@pytest.mark.parametrize(
+    ("config", "imports", "missing"),
+    [
+        (qwen3_debugmodel, ["trn_kernels.overrides.nki_grouped_experts"], "GroupedExperts.Config"),
+        # Beside one that finds something torchtitan says nothing.
+        (qwen3_debugmodel, ["trn_kernels.overrides", "trn_kernels.overrides.nki_selective_ac"], "SelectiveAC.Config"),
+        (qwen3_debugmodel, [("trn_kernels.overrides.nki_selective_ac", {"save": ["rope"]})], "SelectiveAC.Config"),
+        (qwen3_moe_debug, ["trn_kernels.overrides.nki_grouped_experts", "torchtitan.overrides.any"], None),
+        (qwen3_debugmodel, ["trn_kernels.overrides"], None),
+    ],
+)
+def test_a_named_override_has_something_to_replace(config, imports, missing):
+    config = config()
+    config.activation_checkpoint = FullAC.Config()
+    if missing is None:
+        check_named(imports, config)
+    else:
+        name = imports[-1] if isinstance(imports[-1], str) else imports[-1][0]
+        with pytest.raises(ValueError, match=f"names {name}, which replaces {missing}; the config has none"):
+            check_named(imports, config)
 
 
 def test_bundle_and_single_override_conflict_by_node():
