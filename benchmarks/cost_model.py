@@ -212,4 +212,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m trn_kernels.benchmarks.cost_model FILE")
+    main(sys.argv[1])

@@ -3,14 +3,15 @@
     python benchmarks/run.py --out docs/benchmarks
 
 measures the default set on every backend that this machine has, appends the rows to results.csv in that folder and
-writes report.md and its plots there. `--backend model` takes one only, `--only` the cases whose description contains
-a text, `--list` shows them.
+writes report.md and its plots there: always of the rows of this run. `--backend model` takes one only, `--only` the
+cases whose description contains a text, `--list` shows them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -87,15 +88,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="show the cases and stop")
     options = parser.parse_args(arguments)
     cases = [c for c in all_cases(options.full) if all(text in describe(c) for text in options.only or ())]
+    if not cases:
+        parser.error(f"--only {options.only}: no case contains that; --list without --only shows them")
     if options.list:
         print("\n".join(describe(case) for case in cases))
         return
-    if not cases:
-        parser.error(f"--only {options.only}: no case contains that; --list shows them")
+    if options.out and options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is not a folder")
     csv = options.out / "results.csv" if options.out else None
+    try:
+        earlier = results.read(csv) if csv and csv.exists() else []
+    except ValueError as error:
+        parser.error(str(error))
     if options.redraw:
-        if csv is None or not csv.exists():
-            parser.error(f"--redraw needs --out with a results.csv, {csv} is not there")
+        if not earlier:
+            parser.error(f"--redraw needs --out with a results.csv that has rows, {csv} has none")
         report.write(options.out, results.last_run(csv))
         return
     wanted = options.backend or ["auto"]
@@ -107,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
     given = sys.argv[1:] if arguments is None else arguments
-    run = results.this_run(" ".join(["python benchmarks/run.py", *given]))
+    run = results.this_run(shlex.join(["python", "benchmarks/run.py", *given]))
     rows = _model_apart(options) if apart else []
     rows += measure(cases, backends, run, csv)
     if not rows:

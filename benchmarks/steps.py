@@ -153,4 +153,6 @@ def _in_turns(recipe: str):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m trn_kernels.benchmarks.steps DIR")
     measure(Path(sys.argv[1]))

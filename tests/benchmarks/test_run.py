@@ -462,16 +462,31 @@ def test_targets():
     assert "not measured" in report.target_table([])[2]
 
 
-def test_what_the_command_refuses(capsys):
+def test_what_the_command_refuses(capsys, tmp_path):
+    folders = {}
+    for name, text in (("empty", ",".join(results.COLUMNS) + "\n"), ("foreign", "a,b\n")):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        (folders[name] / "results.csv").write_text(text)
     for arguments, message in (
         (["--only", "no such case"], "no case contains that"),
+        (["--only", "no such case", "--list"], "no case contains that"),
         (["--redraw"], "--redraw needs --out"),
+        (["--redraw", "--out", str(folders["empty"])], "has none"),
+        (["--out", str(folders["foreign"])], "other columns"),
+        (["--out", str(folders["foreign"] / "results.csv")], "is not a folder"),
         (["--backend", "model", "--only", "PyTorch loop"], "none of the 2 cases runs on model"),
         (["--backend", "gpu"], "invalid choice: 'gpu'"),
     ):
         with pytest.raises(SystemExit) as stopped:
             run.main(arguments)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["accuracy", "cost_model", "steps"])
+def test_where_to_write_must_be_said(name):
+    done = subprocess.run([sys.executable, "-m", f"trn_kernels.benchmarks.{name}"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"usage: python -m trn_kernels.benchmarks.{name} ")
 
 
 @pytest.mark.parametrize("command", [["benchmarks/run.py"], ["-m", "trn_kernels.benchmarks.run"]])
