@@ -2,9 +2,9 @@
 
 A value lives from its first write to its last read; a write after a read begins another value, and if it writes a part
 and the rest is read later, goes on with the old one. That is the least that any allocator needs in the order of the
-program, so what is refused here fits nowhere. A tensor of up to 32 partitions takes a quarter of the bytes of its rows,
-one of up to 64 a half: others can lie beside it, as start partitions are multiples of 32. Alignment, gaps and banks are
-not counted.
+program; what is refused here, only a compiler that reorders or spills could fit. A tensor of up to 32 partitions takes
+a quarter of the bytes of its rows, one of up to 64 a half: others can lie beside it, as start partitions are multiples
+of 32. Alignment, gaps and banks are not counted.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Lifetimes:
                 largest = "; ".join(b.label for b in sorted(live, key=lambda b: -b.size * b.quarters)[:8])
                 error = NKIError(
                     "capacity",
-                    f"{peak} bytes of {region.value} per partition are live at a time, the limit is {limit}: "
-                    f"{len(live)} tensors, the largest are {largest}",
+                    f"{peak} bytes of {region.value} per partition are live at a time in the program's order, the "
+                    f"limit is {limit}: {len(live)} tensors, the largest are {largest}",
                 )
                 error.location = live[-1].where
                 raise error

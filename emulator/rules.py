@@ -146,7 +146,8 @@ NOT_MODELLED = """\
   in a Python variable, or a tile that is read after the loop in which it was allocated, differs on the device.
 - Races that leave equal bits: cores that write the same values to the same elements are accepted.
 - Placement in SBUF and PSUM: what lives at a time is added up, without alignment, gaps or banks, so that an allocator
-  may need more than was counted here. Values are those of whole tensors, by the order of the program.
+  may need more than was counted here. Values are those of whole tensors, by the order of the program: the compiler
+  may reorder and spill, so that a kernel that is a little above the limit here can fit there.
 - Duplicate indices of a scatter by `dma_copy`: the last row stays; on the device the order is not defined.
 - Approximations: activation functions are those of NumPy; sums have NumPy's order. Outside the documented input
   ranges of `log`, `sqrt`, `rsqrt`, `reciprocal` and `arctan` the device is undefined, here it is not.
