@@ -142,6 +142,7 @@ NOT_MODELLED = """\
 - Time: what an instruction costs is a model (see `emulator/cost.py`), and the engines run one after the other.
 - Order within a core: the compiler orders instructions by their data; here the program's order always holds. Two
   cores are ordered by `core_barrier` and `sendrecv` for everything, on the device only for what depends on them.
+- The truth of a tensor: `if x:` asks whether there is one, and is refused of a single element picked out of a tile.
 - The Python in the body of a device loop: the compiler runs it once, here every iteration does. A body that counts
   in a Python variable, or a tile that is read after the loop in which it was allocated, differs on the device.
 - Races that leave equal bits: cores that write the same values to the same elements are accepted.

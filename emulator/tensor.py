@@ -181,9 +181,10 @@ class Tensor:
         return True if other is None else self._no_value()
 
     def __bool__(self) -> bool:
-        # nki-library also writes `if x:` of outputs that may be missing. What is on chip is there, so there it can
-        # only mean the elements.
-        return self._no_value() if self.buffer.on_chip else True
+        # nki-library also writes `if x:` of tensors that may be missing, on chip too. A single element that was picked
+        # out of one is there, so of it the question can only mean its value.
+        picked = self.size == 1 and self.buffer.on_chip and self.storage.shape != self.shape
+        return self._no_value() if picked else True
 
     __hash__ = object.__hash__
     __int__ = __float__ = __index__ = __contains__ = __setitem__ = _no_value

@@ -59,13 +59,18 @@ def test_a_tensor_is_compared_with_none_only():
 
 
 @pytest.mark.parametrize("buffer", EVERYWHERE)
-def test_a_tensor_is_a_condition_where_it_can_be_missing(buffer):
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1)])
+def test_a_condition_asks_whether_there_is_a_tensor(buffer, shape):
+    """nki-library does, of outputs on HBM and of indices on chip."""
+    assert in_kernel(lambda: fresh(shape, buffer))
+
+
+@pytest.mark.parametrize("buffer", ON_CHIP)
+def test_a_condition_does_not_ask_for_an_element(buffer):
     t = in_kernel(lambda: fresh((2, 2), buffer))
-    if buffer in ON_CHIP:
-        with pytest.raises(emulator.NKIError, match="tensor-value"):
-            bool(t)
-    else:
-        assert t
+    assert t[0:1]
+    with pytest.raises(emulator.NKIError, match="tensor-value"):
+        bool(t[0:1, 1:2])
 
 
 # -- indexing -------------------------------------------------------------------------------------------
