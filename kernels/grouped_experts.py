@@ -29,7 +29,8 @@ P = 128  # partitions; also the rows T of a tile and the edge of a block of the 
 BANK = 512  # fp32 elements of one PSUM bank, the widest moving operand
 PIECE = 2048  # columns of a row that are loaded or stored at a time
 SIZE_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Bytes per partition that a kernel may use on trn2: 224 KiB less what the system keeps (nki-library's figure).
+# Bytes per partition that a kernel may use on trn2: 224 KiB less what the system keeps (the smaller of
+# two figures of nki-library).
 SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520
 # Bytes per partition of the fp32 accumulators of weight gradients.
 ACCUMULATOR_BYTES = 48 * 1024
@@ -46,7 +47,8 @@ def grouped_experts(x, w1, w2, w3, rows, slots, save=False):
     """Forward of the experts.
 
     Dimensions:
-        R, D, F, E: any, at least 1. The largest element offset, max(R * max(D, F), E * F * D), fits 31 bits.
+        R, D, F, E: any, at least 1. The largest element offset, max(R * max(D, F), E * F * D), fits 31 bits, and D
+            fits SBUF: up to 8,576 in float32, 15,872 in the others.
 
     Args:
         x: [R, D] @ HBM, sorted by expert; float32, bfloat16 or float16.

@@ -23,6 +23,8 @@ SLOT_COLUMNS = 8
 EXTRA_SLOTS = 3
 # Element offsets of the kernels' access patterns are 32-bit integers on the device.
 MAX_ELEMENTS = 2**31 - 1
+# D of which tiles of 128 rows, and 128 columns of the weights, fit into SBUF in the forward and in the backward.
+MAX_DIM = {torch.float32: 8576, torch.bfloat16: 15872, torch.float16: 15872}
 
 
 def grouped_experts(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -38,7 +40,8 @@ def grouped_experts(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, num_tokens_pe
 
     Args:
         x: [R, D] float32, bfloat16 or float16, rows sorted by expert; any R, also 0; any strides.
-        w1, w3: [E, F, D], gate and up projection, dtype and device of x; any E, F, D of at least 1.
+        w1, w3: [E, F, D], gate and up projection, dtype and device of x; any E, F, D of at least 1, D up to 8,576 in
+            float32 and 15,872 in the others.
         w2: [E, D, F], down projection.
         num_tokens_per_expert: [E] int32 or int64, how many rows each expert has. Rows after the last expert's
             give zeros, in y and in the gradient of x.
@@ -48,8 +51,8 @@ def grouped_experts(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, num_tokens_pe
 
     Raises:
         TypeError: a dtype that is not one of the above.
-        ValueError: shapes or devices that do not fit, more than 2^31 - 1 elements in x, h1 or a weight; on CPU
-            also counts that are negative or more than R in all (on a device such counts never make the kernel
+        ValueError: shapes or devices that do not fit, a larger D, more than 2^31 - 1 elements in x, h1 or a weight;
+            on CPU also counts that are negative or more than R in all (on a device such counts never make the kernel
             touch memory outside its tensors).
     """
     inputs = (x, w1, w2, w3)
@@ -238,6 +241,8 @@ def _check(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, counts: Tensor | None 
     ):
         if tuple(t.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; with w1 {tuple(w1.shape)} it must be {shape}")
+    if isinstance(dim, int) and dim > MAX_DIM[x.dtype]:
+        raise ValueError(f"w1 has shape {tuple(w1.shape)}; D {dim} of {x.dtype} must be at most {MAX_DIM[x.dtype]}")
     for name, size in (("x", x.shape[0] * dim), ("h1", x.shape[0] * hidden), ("w1", num_experts * hidden * dim)):
         # A symbolic size of a trace, which may depend on data, is checked when the operator runs.
         if isinstance(size, int) and size > MAX_ELEMENTS:

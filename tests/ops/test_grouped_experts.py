@@ -401,6 +401,17 @@ BAD = {
         ValueError,
         "adds up to 9223372036854775808",
     ),
+    "a D that does not fit SBUF": (
+        {
+            "x": meta(4, 8577),
+            "w1": meta(1, 6, 8577),
+            "w2": meta(1, 8577, 6),
+            "w3": meta(1, 6, 8577),
+            "num_tokens_per_expert": torch.zeros(1, dtype=torch.int64, device="meta"),
+        },
+        ValueError,
+        "D 8577 of torch.float32 must be at most 8576",
+    ),
     # Widths of Mixtral with many experts: 3.7e9 elements, which no offset of 31 bits reaches.
     "weights beyond 31 bits": (
         {
