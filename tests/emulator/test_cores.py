@@ -183,6 +183,24 @@ def test_adding_to_shared_memory_twice_is_a_race(order):
         launch(kernel, X.copy(), order=order)
 
 
+@pytest.mark.parametrize("step", [1, 2])  # a strided argument is copied in and out
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_array_that_is_passed_twice_is_one_tensor(order, step):
+    def apart(x, y):
+        nisa.dma_copy((x, y)[nl.program_id()], tile_of(nl.program_id(), 8, 4))
+
+    def together(x, y):
+        me = nl.program_id()
+        nisa.dma_copy((x, y)[me][4 * me : 4 * me + 4], tile_of(1 + me, 4, 4))
+
+    z = np.zeros((8, 4 * step), np.float32)[:, ::step]
+    with pytest.raises(NKIError, match="core-race"):
+        launch(apart, z, z, order=order)
+    launch(apart, z, z.copy(), order=order)
+    launch(together, z, z, order=order)
+    assert z[:, 0].tolist() == [1] * 4 + [2] * 4
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_zeroing_what_the_other_core_fills_is_a_race(order):
     # As nki-library's MoE backward does with the affinity gradient: shares of the zeroing and of the work differ.
