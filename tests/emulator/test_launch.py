@@ -311,7 +311,7 @@ def test_tile_sizes_of_trn2():
         size = nl.tile_size
         assert (size.pmax, size.psum_fmax, size.gemm_stationary_fmax, size.gemm_moving_fmax) == (128, 512, 128, 512)
         assert size.psum_num_banks == 8
-        assert size.total_available_sbuf_size == size.sbuf_fmax_bytes == 224 * 1024 - 16384 - 8 - 520
+        assert size.total_available_sbuf_size == size.sbuf_fmax_bytes == 224 * 1024 - 16384 - 8 - 256
 
     nki.simulate(kernel)()
     assert nl.tile_size.pmax == 128  # kernels also read it at import
