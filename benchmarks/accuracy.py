@@ -106,7 +106,8 @@ same dtype. The kernel's is at most {LIMIT} times PyTorch's. PyTorch rounds ever
 kernels compute in fp32 between their loads and stores, so in the small dtypes they are usually closer.
 
 Backend: cpu (the kernels in the emulator, which does not approximate the activation functions as a device does).
-Made by `python -m trn_kernels.benchmarks.accuracy docs/accuracy.md`; a test compares.
+In float32 the order of the sums decides, which a processor's BLAS chooses: the experts' figures there vary by a factor
+of up to 1.5 between machines. Made by `python -m trn_kernels.benchmarks.accuracy docs/accuracy.md`; a test compares.
 
 | operator | shape | dtype | result | kernel | PyTorch | ratio |
 |---|---|---|---|---|---|---|

@@ -18,6 +18,7 @@ def test_the_table_is_true_and_within_the_limit():
     assert measured.keys() == published.keys()
     for key, error in measured.items():
         assert error.ratio <= accuracy.LIMIT, error
-        # BLAS sums in another order on another machine.
+        # The BLAS of another machine sums in another order. In the small dtypes their rounding outweighs that.
+        factor = 2 if error.dtype == "float32" else 1.2
         for now, then in zip(error[4:], published[key], strict=True):
-            assert abs(now - then) <= 0.2 * then, (error, then)
+            assert then / factor <= now <= then * factor, (error, then)
